@@ -185,15 +185,15 @@ def table(results: Sequence[Result]) -> Iterator[str]:
 
 
 def _error(result: Result) -> str:
-    found = result.check
-    if found is None:
+    check = result.check
+    if check is None:
         return ""
     if result.task.job.name == "passthrough":
-        return "equal bytes" if not found["off_share"] else f"{found['off_share']:.2%} of elements differ"
-    if found["max_ulps"] is None:
-        wrong = "" if not found["problems"] else f"; {len(found['problems'])} tensors are not what random masks give"
-        return f"{found['off_share']:.2g} of the elements fit no mask{wrong}"
-    return f"≤ {found['max_ulps']:.3g} ulp, {found['off_share']:.3%} over 1 ulp"
+        return "equal bytes" if not check["off_share"] else f"{check['off_share']:.2%} of elements differ"
+    if check["max_ulps"] is None:
+        wrong = "" if not check["problems"] else f"; {len(check['problems'])} tensors are not what random masks give"
+        return f"{check['off_share']:.2g} of the elements fit no mask{wrong}"
+    return f"≤ {check['max_ulps']:.3g} ulp, {check['off_share']:.3%} over 1 ulp"
 
 
 def as_json(result: Result) -> dict[str, Any]:
@@ -283,8 +283,8 @@ def plan_task(job: Job, models: Models, threads: int) -> Task:
 def build_models(scale: str) -> Models:
     """Build the models, in a process of its own: see process.py on memory."""
     command = [sys.executable, "-m", "benchmarks.models", "--scale", scale]
-    found = json.loads(subprocess.check_output(command, text=True))
-    return Models(Path(found.pop("folder")), **found)
+    fields = json.loads(subprocess.check_output(command, text=True))
+    return Models(Path(fields.pop("folder")), **fields)
 
 
 def machine() -> Iterator[str]:

@@ -120,8 +120,8 @@ def _sample(names: list[str], model: dict[str, Place]) -> list[str]:
     if sum(2 * int(np.prod(place.shape)) for place in model.values()) < ALL_VALUES_BELOW_BYTES:
         return names
     last = max(int(name.split(".")[2]) for name in names if name.startswith("model.layers."))
-    wanted = ("model.layers.0.", f"model.layers.{last}.", "model.norm", "lm_head")
-    return [name for name in names if name.startswith(wanted)]
+    prefixes = ("model.layers.0.", f"model.layers.{last}.", "model.norm", "lm_head")
+    return [name for name in names if name.startswith(prefixes)]
 
 
 def main() -> None:

@@ -42,17 +42,17 @@ class Place:
 
 def tensors(folder: Path) -> dict[str, Place]:
     """Every tensor of every `.safetensors` file in `folder`."""
-    found: dict[str, Place] = {}
+    places: dict[str, Place] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             header = json.loads(stream.read(length))
         header.pop("__metadata__", None)
         for name, entry in header.items():
-            if name in found:
+            if name in places:
                 raise ValueError(f"{folder}: {name} is in two files")
-            found[name] = Place(file, 8 + length + entry["data_offsets"][0], entry["dtype"], tuple(entry["shape"]))
-    return found
+            places[name] = Place(file, 8 + length + entry["data_offsets"][0], entry["dtype"], tuple(entry["shape"]))
+    return places
 
 
 def reserve(folder: Path, shapes: Iterable[tuple[str, tuple[int, ...]]], max_shard_bytes: int) -> dict[str, Place]:

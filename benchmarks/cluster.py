@@ -63,7 +63,7 @@ def measure(job: Job, folder: Path, runs: int) -> str:
     check_same(work / "one", work / "ray")
     done = in_turn(rivals, runs, inputs, work / "log")
     shutil.rmtree(work)
-    wall = {name: statistics.median(each.wall_seconds for each in found) for name, found in done.items()}
+    wall = {name: statistics.median(run.wall_seconds for run in runs) for name, runs in done.items()}
     share = (wall["by ray"] - wall["ray"]) / wall["one"]
     return f"| {job.name} | {wall['one']:.2f} | {wall['ray']:.2f} | {wall['by ray']:.2f} | {share:.2f} |"
 

@@ -63,7 +63,7 @@ def kept(adapter: Path, base: str, tuned: str) -> float:
             if name.endswith(_SUFFIX):
                 weight = name.removeprefix("base_model.model.").removesuffix(_SUFFIX) + ".weight"
                 difference = after.read(weight).astype(np.float32) - before.read(weight).astype(np.float32)
-                a, b = (factors.read(each).astype(np.float32) for each in (name, name.replace("lora_A", "lora_B")))
+                a, b = (factors.read(key).astype(np.float32) for key in (name, name.replace("lora_A", "lora_B")))
                 rest = difference - config["lora_alpha"] / config["r"] * (b @ a)
                 whole += float(np.square(difference, dtype=np.float64).sum())
                 lost += float(np.square(rest, dtype=np.float64).sum())

@@ -83,14 +83,14 @@ def main() -> None:
 
     chunk_bytes = DIRECT_BYTES if args.fsync else CACHED_BYTES
     files = [file for folder in args.read for file in sorted(folder.glob("*.safetensors"))]
-    left = args.read_bytes if args.read_bytes is not None else sum(file.stat().st_size for file in files)
+    remaining = args.read_bytes if args.read_bytes is not None else sum(file.stat().st_size for file in files)
     reads: list[Job] = []
     for file in files:
-        nbytes = min(left, file.stat().st_size)
+        nbytes = min(remaining, file.stat().st_size)
         reads += chunks(os.open(file, os.O_RDONLY), nbytes, chunk_bytes, write=False)
-        left -= nbytes
-    if left:
-        raise SystemExit(f"--read-bytes is {left} more than the inputs have")
+        remaining -= nbytes
+    if remaining:
+        raise SystemExit(f"--read-bytes is {remaining} more than the inputs have")
 
     clock = time.process_time if args.processor else time.perf_counter
     start = clock()

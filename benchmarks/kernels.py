@@ -51,16 +51,16 @@ class Clock:
     def time(self, what: str, i: int, work: Callable[..., Any], *args: Any) -> Any:
         """Call it; `what` and `i` name the piece."""
         began = time.thread_time()
-        found = work(*args)
+        result = work(*args)
         self.best[what, i] = min(self.best.get((what, i), np.inf), time.thread_time() - began)
-        return found
+        return result
 
     def sums(self, elements: int) -> dict[str, float]:
         """ns an element, for each kind of work."""
-        found = defaultdict[str, float](float)
+        times = defaultdict[str, float](float)
         for (what, _), seconds in self.best.items():
-            found[what] += seconds / elements * 1e9
-        return {**found, "sum": sum(found.values())}
+            times[what] += seconds / elements * 1e9
+        return {**times, "sum": sum(times.values())}
 
 
 def inputs(dtype: str) -> list[np.ndarray]:
@@ -78,7 +78,9 @@ def make_matrix(name: str, dtype: str) -> Matrix:
     base = method.base == "required"
     count = len(setting.models) + (setting.base == "base")
     shared = {p.name: p.default for p in method.parameters if p.scope == "tensor" and p.default is not None}
-    own = {p.name: p.default for p in method.parameters if p.scope == "model" and p.default is not None} | dict(setting.own)
+    parameters = {p.name: p.default for p in method.parameters if p.scope == "model" and p.default is not None} | dict(
+        setting.parameters
+    )
     return Matrix(
         name="w",
         size=SHAPE[0] * SHAPE[1],
@@ -88,7 +90,7 @@ def make_matrix(name: str, dtype: str) -> Matrix:
         out_code=code,
         base=base,
         shared=shared | dict(setting.shared),
-        models=tuple({} if base and i == 0 else own for i in range(count)),
+        models=tuple({} if base and i == 0 else parameters for i in range(count)),
         seed=0,
         inputs=tuple(range(count)),
         places=tuple(range(count)),
@@ -143,9 +145,9 @@ def main() -> None:
             command = [sys.executable, "-m", "benchmarks.kernels", "--json", "--methods", name, "--dtype", args.dtype]
             environment = {**os.environ, "PYTHONPATH": f"{folder.resolve() / 'src'}:{Path().resolve()}"}
             command += ["--runs", str(args.runs)]
-            found = json.loads(subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout)
-            shown = "  ".join(f"{what} {ns:.2f}" for what, ns in found.items() if what != "digest")
-            print(f"{name:16} {folder!s:>12}  {shown}  {found['digest']}", flush=True)
+            times = json.loads(subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout)
+            shown = "  ".join(f"{what} {ns:.2f}" for what, ns in times.items() if what != "digest")
+            print(f"{name:16} {folder!s:>12}  {shown}  {times['digest']}", flush=True)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def commands(folder: Path, work: Path, peer: str | None) -> dict[str, list[str]]
     recipe.write_text(f"merge_method: ties\nbase_model: {base}\nmodels:\n{models}dtype: bfloat16\n")
     ours = [sys.executable, "-m", "weightsmith"]
     quiet = ["--json", "--quiet"]
-    found = {
+    programs = {
         "read": [sys.executable, "-c", _READ, base, tuned[0]],
         "load": [sys.executable, "-c", _LOAD, base, tuned[0]],
         "inspect": [*ours, "inspect", base, *quiet],
@@ -77,16 +77,18 @@ def commands(folder: Path, work: Path, peer: str | None) -> dict[str, list[str]]
         "preview": [*ours, "preview", str(recipe), *quiet],
     }
     if peer:
-        found["modeldelta"] = [str(Path(peer).parent / "modeldelta"), base, tuned[0], "--quiet"]
-    return found
+        programs["modeldelta"] = [str(Path(peer).parent / "modeldelta"), base, tuned[0], "--quiet"]
+    return programs
 
 
-def check(found: dict[str, object], folder: Path) -> None:
+def check(report: dict[str, object], folder: Path) -> None:
     """The norms of some small tensors are numpy's in float64."""
-    tensors = found["tensors"]
+    tensors = report["tensors"]
     assert isinstance(tensors, list)
     with open_checkpoint(folder / "base") as a, open_checkpoint(folder / "a") as b:
-        for tensor in [each for each in tensors if each["elements"] < 1 << 20][:8]:  # this process's memory counts into theirs
+        for tensor in [tensor for tensor in tensors if tensor["elements"] < 1 << 20][
+            :8
+        ]:  # this process's memory counts into theirs
             before, after = (model.read(tensor["name"]).astype(np.float64) for model in (a, b))
             expected = float(np.linalg.norm(after - before)), float(np.linalg.norm(before))
             if not np.allclose((tensor["delta_norm"], tensor["a_norm"]), expected, rtol=1e-9):

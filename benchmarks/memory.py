@@ -52,9 +52,9 @@ def once(rival: Rival, task: Task, out: Path) -> Measured:
     return run(rival.command(task, out), out.with_suffix(".log"))
 
 
-def least(found: list[Measured], field: str) -> float:
+def least(runs: list[Measured], field: str) -> float:
     """The smallest value of a field."""
-    return min(float(getattr(each, field)) for each in found)
+    return min(float(getattr(run, field)) for run in runs)
 
 
 def rows(args: argparse.Namespace) -> Iterator[str]:
@@ -80,21 +80,21 @@ def rows(args: argparse.Namespace) -> Iterator[str]:
             digests.add(digest(args.root / "out"))
         if len(digests) > 1:
             raise SystemExit(f"{method}: the bytes differ")
-        found: list[list[Measured]] = [[] for _ in programs]
+        runs: list[list[Measured]] = [[] for _ in programs]
         copies: list[list[float]] = [[] for _ in floors]
         for _ in range(args.runs):
             for i, floor in enumerate(floors):
                 copies[i].append(floor.seconds(once(floor, task, args.root / "copy")))
             shutil.rmtree(args.root / "copy", ignore_errors=True)
             for i, program in enumerate(programs):
-                found[i].append(once(program, task, args.root / "out"))
+                runs[i].append(once(program, task, args.root / "out"))
         copy = [min(seconds) for seconds in copies]
         cells = [method, *(f"{seconds:.2f}" for seconds in copy or ())] + ["", ""] * (not copy)
-        for each in found:
-            wall, cpu = least(each, "wall_seconds"), least(each, "cpu_seconds")
+        for program_runs in runs:
+            wall, cpu = least(program_runs, "wall_seconds"), least(program_runs, "cpu_seconds")
             ratio = f"{wall / copy[0]:.2f}, {cpu / copy[1]:.2f}" if copy else ""
             ns = f"{cpu / (source.nbytes / 2) * 1e9:.2f}" if copy else ""
-            cells += [f"{wall:.2f}", f"{cpu:.2f}", ratio, ns, f"{least(each, 'peak_rss_bytes') / 1e6:.0f}"]
+            cells += [f"{wall:.2f}", f"{cpu:.2f}", ratio, ns, f"{least(program_runs, 'peak_rss_bytes') / 1e6:.0f}"]
         yield f"| {' | '.join(cells)} |"
 
 

@@ -42,28 +42,28 @@ class Setting:
     """How one method is measured: the models, the parameters of each and of all, and the case whose reference is meant."""
 
     models: tuple[str, ...] = ("a", "b")
-    own: Mapping[str, float] = field(default_factory=dict)
+    parameters: Mapping[str, float] = field(default_factory=dict)
     shared: Mapping[str, Any] = field(default_factory=dict)
     base: str = "base"
 
 
 TRIM = {"weight": 1.0, "density": 0.5}
 SETTINGS: dict[str, Setting] = {
-    "linear": Setting(own={"weight": 0.5}, base=""),
+    "linear": Setting(parameters={"weight": 0.5}, base=""),
     "slerp": Setting(("a", "b"), shared={"t": 0.3}, base="a"),
-    "nuslerp": Setting(own={"weight": 0.5}, base=""),
-    "multislerp": Setting(own={"weight": 0.5}),
+    "nuslerp": Setting(parameters={"weight": 0.5}, base=""),
+    "multislerp": Setting(parameters={"weight": 0.5}),
     "karcher": Setting(base=""),
     "model_stock": Setting(),
     "geometric_median": Setting(("a", "b", "c"), shared={"max_iter": 1000, "tol": 1e-13}, base=""),
-    "task_arithmetic": Setting(own={"weight": 0.6}),
-    "ties": Setting(own=TRIM),
-    "dare_linear": Setting(own=TRIM),
-    "dare_ties": Setting(own=TRIM),
-    "della": Setting(own=TRIM | {"epsilon": 0.2}),
-    "della_linear": Setting(own=TRIM | {"epsilon": 0.2}),
-    "breadcrumbs": Setting(own=TRIM | {"gamma": 0.01}),
-    "breadcrumbs_ties": Setting(own=TRIM | {"gamma": 0.01}),
+    "task_arithmetic": Setting(parameters={"weight": 0.6}),
+    "ties": Setting(parameters=TRIM),
+    "dare_linear": Setting(parameters=TRIM),
+    "dare_ties": Setting(parameters=TRIM),
+    "della": Setting(parameters=TRIM | {"epsilon": 0.2}),
+    "della_linear": Setting(parameters=TRIM | {"epsilon": 0.2}),
+    "breadcrumbs": Setting(parameters=TRIM | {"gamma": 0.01}),
+    "breadcrumbs_ties": Setting(parameters=TRIM | {"gamma": 0.01}),
     "sce": Setting(shared={"select_topk": 0.1}),
     "ram": Setting(),
     "ramplus_tl": Setting(),
@@ -72,7 +72,7 @@ SETTINGS: dict[str, Setting] = {
     "arcee_fusion": Setting(("a",)),
     "consensus_ta": Setting(),
     "magmax": Setting(),
-    "localize_and_stitch": Setting(own={"density": 0.1}),
+    "localize_and_stitch": Setting(parameters={"density": 0.1}),
     "cabs": Setting(),
     "passthrough": Setting(("a",), base=""),
 }
@@ -83,8 +83,8 @@ def recipe(method: str, setting: Setting, models: Path) -> str:
     lines = [f"merge_method: {method}", *([f"base_model: {models}/{setting.base}"] if setting.base else []), "models:"]
     for name in setting.models:
         lines.append(f"  - model: {models}/{name}")
-        if setting.own:
-            lines.append(f"    parameters: {json.dumps(dict(setting.own))}")
+        if setting.parameters:
+            lines.append(f"    parameters: {json.dumps(dict(setting.parameters))}")
     if setting.shared:
         lines.append(f"parameters: {json.dumps(dict(setting.shared))}")
     return "\n".join([*lines, "dtype: bfloat16", ""])
@@ -131,7 +131,7 @@ def _references() -> dict[str, Any]:
     from tests.cases.case import deltas, f64
     from tests.kernels import reference
 
-    found: dict[str, Any] = {
+    formulas: dict[str, Any] = {
         "linear": lambda a: reference.combine(f64(a), [0.5, 0.5]),
         "slerp": lambda a: reference.slerp(f64(a)[0], f64(a)[1], 0.3),
         "nuslerp": lambda a: reference.nuslerp(f64(a)[0], f64(a)[1], 0.5),
@@ -153,7 +153,7 @@ def _references() -> dict[str, Any]:
         "cabs": lambda a: t.in_turn(a, [1.0, 1.0], 64, 256),
         "passthrough": lambda a: f64(a)[0],
     }
-    return found
+    return formulas
 
 
 REFERENCES = _references()
@@ -174,13 +174,13 @@ def timed(task: Task, rival: Rival) -> dict[str, float]:
     return {"seconds": rival.seconds(measured), "peak_rss_bytes": measured.peak_rss_bytes}
 
 
-def table(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+def table(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """The rows, in the registry's order."""
     yield (
         "| method | error, ulp (share over 1) | mergekit's error | s | MB | mergekit s | MB | times as fast | time / floor |"
     )
     yield "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |"
-    for method, row in found.items():
+    for method, row in results.items():
         ours, theirs, floor = row.get("weightsmith", {}), row.get("mergekit", {}), row.get("floor", {})
         cells = [
             f"`{method}`",
@@ -194,12 +194,12 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
-def _error(found: Mapping[str, float] | None) -> str:
-    return f"{found['max_ulps']:.3g} ({found['off_share']:.3%})" if found else ""
+def _error(differences: Mapping[str, float] | None) -> str:
+    return f"{differences['max_ulps']:.3g} ({differences['off_share']:.3%})" if differences else ""
 
 
-def _time(found: Mapping[str, float]) -> tuple[str, str]:
-    return (f"{found['seconds']:.1f}", f"{found['peak_rss_bytes'] / 1e6:.0f}") if found else ("", "")
+def _time(measured: Mapping[str, float]) -> tuple[str, str]:
+    return (f"{measured['seconds']:.1f}", f"{measured['peak_rss_bytes'] / 1e6:.0f}") if measured else ("", "")
 
 
 def main() -> None:
@@ -215,13 +215,13 @@ def main() -> None:
     shutil.rmtree(WORK / "out", ignore_errors=True)  # what an interrupted benchmark left
     (WORK / "out").mkdir(parents=True)
     kept = WORK / "methods.json"
-    found: dict[str, dict[str, Any]] = json.loads(kept.read_text()) if kept.exists() else {}
+    results: dict[str, dict[str, Any]] = json.loads(kept.read_text()) if kept.exists() else {}
     toy = build_models("toy")
     large = toy if args.skip_times else build_models(args.scale)
     floor, ours = Floor("floor", fsync=True, merges=False), Weightsmith("weightsmith", fsync=True)
     theirs = Mergekit("mergekit", fsync=False, program=MERGEKIT)
     for method in args.methods:
-        row = found.setdefault(method, {})
+        row = results.setdefault(method, {})
         jobs = [("errors", ours, toy), ("floor", floor, large), ("weightsmith", ours, large)]
         if method in MERGEKIT_HAS and not args.skip_mergekit:
             jobs += [("mergekit errors", theirs, toy), ("mergekit", theirs, large)]
@@ -235,9 +235,9 @@ def main() -> None:
                 if is_error
                 else timed(make_task(method, models, args.threads), rival)
             )
-            kept.write_text(json.dumps(found, indent=1))
+            kept.write_text(json.dumps(results, indent=1))
             print(method, key, row[key], file=sys.stderr, flush=True)
-    ordered = {method: found[method] for method in SETTINGS if method in found}
+    ordered = {method: results[method] for method in SETTINGS if method in results}
     about = [f"{datetime.now(UTC):%Y-%m-%d}", *machine()]
     lines = [f"# Every method: {args.scale}, page cache warm, {args.threads} threads, one run each", ""]
     lines += [*(f"* {line}" for line in about), "", *table(ordered), ""]

@@ -174,13 +174,13 @@ def main() -> None:
     args = parser.parse_args()
     scale = SCALES[args.scale]
     stacked = replace(scale, layers=sum(end - start for _, start, end in stack(scale.layers)))
-    found = {
+    summary = {
         "folder": str(build(args.scale, args.root)),
         "layers": scale.layers,
         "model_bytes": scale.nbytes,
         "stack_bytes": stacked.nbytes,
     }
-    print(json.dumps(found))
+    print(json.dumps(summary))
 
 
 if __name__ == "__main__":

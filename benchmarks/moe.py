@@ -144,13 +144,13 @@ def main() -> None:
         task = plan_task(gates, models, args.threads)
         once(ours[0], task)  # compiles kernels, and is checked
         check(models.folder, WORK / "out" / "moe")
-        found: dict[str, list[Measured]] = {rival.name: [] for rival in rivals}
+        runs: dict[str, list[Measured]] = {rival.name: [] for rival in rivals}
         for i in range(args.runs):
             for rival in rivals:
                 if i == 0 or not isinstance(rival, MergekitMoe):
-                    found[rival.name].append(once(rival, task))
-                    print(gates, rival.name, round(rival.seconds(found[rival.name][-1]), 2), flush=True)
-        lines += rows(gates, rivals, found)
+                    runs[rival.name].append(once(rival, task))
+                    print(gates, rival.name, round(rival.seconds(runs[rival.name][-1]), 2), flush=True)
+        lines += rows(gates, rivals, runs)
     text = "\n".join(
         [
             f"# moe, 4 x {args.scale}: page cache warm, {args.threads} threads, {args.runs} runs each, mergekit-moe one",
@@ -176,9 +176,9 @@ def once(rival: Rival, task: Task) -> Measured:
     return run(rival.command(task, out), WORK / "log.txt")
 
 
-def rows(gates: str, rivals: list[Rival], found: dict[str, list[Measured]]) -> list[str]:
+def rows(gates: str, rivals: list[Rival], runs: dict[str, list[Measured]]) -> list[str]:
     """The results as lines of a Markdown table."""
-    seconds = {rival.name: [rival.seconds(m) for m in found[rival.name]] for rival in rivals}
+    seconds = {rival.name: [rival.seconds(m) for m in runs[rival.name]] for rival in rivals}
     median = {name: statistics.median(times) for name, times in seconds.items()}
     lines = []
     for rival in rivals:
@@ -190,8 +190,8 @@ def rows(gates: str, rivals: list[Rival], found: dict[str, list[Measured]]) -> l
             f"{median[rival.name]:.2f} ({min(times):.2f} to {max(times):.2f})",
             f"{ratio:.1f}" if ratio else "",
             f"{median[rival.name] / median['floor, fsync' if rival.fsync else 'floor']:.2f}",
-            f"{statistics.median(m.cpu_seconds for m in found[rival.name]):.1f}",
-            f"{max(m.peak_rss_bytes for m in found[rival.name]) / 1e6:.0f}",
+            f"{statistics.median(m.cpu_seconds for m in runs[rival.name]):.1f}",
+            f"{max(m.peak_rss_bytes for m in runs[rival.name]) / 1e6:.0f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines

@@ -52,12 +52,12 @@ def once(checkout: Checkout, task: Task) -> Measured:
 
 def digest(folder: Path) -> str:
     """sha256 of the weight files, names and bytes."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
-        found.update(path.name.encode())
+        hasher.update(path.name.encode())
         with path.open("rb") as stream:
-            found.update(hashlib.file_digest(stream, "sha256").digest())
-    return found.hexdigest()
+            hasher.update(hashlib.file_digest(stream, "sha256").digest())
+    return hasher.hexdigest()
 
 
 def pair(task: Task, before: Checkout, after: Checkout, runs: int) -> tuple[bool, list[tuple[Measured, Measured]]]:
@@ -69,14 +69,14 @@ def pair(task: Task, before: Checkout, after: Checkout, runs: int) -> tuple[bool
     return digests[0] == digests[1], [(once(before, task), once(after, task)) for _ in range(runs)]
 
 
-def row(name: str, same: bool, found: Sequence[tuple[Measured, Measured]]) -> str:
+def row(name: str, same: bool, pairs: Sequence[tuple[Measured, Measured]]) -> str:
     """One merge as a line of a Markdown table."""
 
     def ratio(field: str) -> float:
-        return float(statistics.median(getattr(after, field) / getattr(before, field) for before, after in found))
+        return float(statistics.median(getattr(after, field) / getattr(before, field) for before, after in pairs))
 
-    seconds = [statistics.median(pair[i].wall_seconds for pair in found) for i in (0, 1)]
-    peaks = [max(pair[i].peak_rss_bytes for pair in found) / 1e6 for i in (0, 1)]
+    seconds = [statistics.median(pair[i].wall_seconds for pair in pairs) for i in (0, 1)]
+    peaks = [max(pair[i].peak_rss_bytes for pair in pairs) / 1e6 for i in (0, 1)]
     return (
         f"| `{name}` | {'same' if same else 'DIFFER'} | {seconds[0]:.2f} | {seconds[1]:.2f} | {ratio('wall_seconds'):.2f} "
         f"| {ratio('cpu_seconds'):.2f} | {peaks[0]:.0f} | {peaks[1]:.0f} |"

@@ -50,12 +50,12 @@ class Mixture:
             yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
             yield f"{prefix}.mlp.gate.weight", (self.experts, hidden)
             for expert in range(self.experts):
-                own = f"{prefix}.mlp.experts.{expert}"
-                yield f"{own}.gate_proj.weight", (inner, hidden)
-                yield f"{own}.up_proj.weight", (inner, hidden)
-                yield f"{own}.up_proj.bias", (inner,)
-                yield f"{own}.down_proj.weight", (hidden, inner)
-                yield f"{own}.down_proj.bias", (hidden,)
+                expert_prefix = f"{prefix}.mlp.experts.{expert}"
+                yield f"{expert_prefix}.gate_proj.weight", (inner, hidden)
+                yield f"{expert_prefix}.up_proj.weight", (inner, hidden)
+                yield f"{expert_prefix}.up_proj.bias", (inner,)
+                yield f"{expert_prefix}.down_proj.weight", (hidden, inner)
+                yield f"{expert_prefix}.down_proj.bias", (hidden,)
         yield "model.norm.weight", (hidden,)
         yield "lm_head.weight", (20 * hidden, hidden)
 
@@ -120,14 +120,14 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=384)
     parser.add_argument("--recipes", nargs="+", choices=recipes(60), default=list(recipes(60)))
     parser.add_argument("--work", type=Path, default=WORK / "planning")
-    given = parser.parse_args()
-    shape = Mixture(given.layers, given.experts)
-    sizes = [shape.build(given.work / name) for name in NAMES]
+    args = parser.parse_args()
+    shape = Mixture(args.layers, args.experts)
+    sizes = [shape.build(args.work / name) for name in NAMES]
     print(f"{sum(1 for _ in shape.specs()):,} tensors, {sizes[0] / 1e12:.2f} TB a model")
     print(f"{'recipe':8}  {'processor s':>11}  {'wall s':>7}  {'peak RSS MB':>11}")
-    for name in given.recipes:
-        found = plan(given.work, recipes(given.layers)[name])
-        print(f"{name:8}  {found.cpu_seconds:11.1f}  {found.wall_seconds:7.1f}  {found.peak_rss_bytes / 1e6:11.0f}")
+    for name in args.recipes:
+        measured = plan(args.work, recipes(args.layers)[name])
+        print(f"{name:8}  {measured.cpu_seconds:11.1f}  {measured.wall_seconds:7.1f}  {measured.peak_rss_bytes / 1e6:11.0f}")
 
 
 if __name__ == "__main__":

@@ -110,15 +110,15 @@ def main() -> None:
     print(f"{'format':12} {'program':15} {'seconds':>8} {'peak MB':>8} {'error':>8}")
     for name in asked:
         ours = our_run(name, args)
-        for each in (ours, *peers(name, args)):
+        for program in (ours, *peers(name, args)):
             try:
-                if each is ours:
-                    measure(each)
-                seconds, peak_mb = measure(each)
-                moved = error(args.model, each.out)
-                print(f"{name:12} {each.program:15} {seconds:8.2f} {peak_mb:8.0f} {moved:8.4f}", flush=True)
+                if program is ours:
+                    measure(program)
+                seconds, peak_mb = measure(program)
+                moved = error(args.model, program.out)
+                print(f"{name:12} {program.program:15} {seconds:8.2f} {peak_mb:8.0f} {moved:8.4f}", flush=True)
             except Failed as failed:
-                print(f"{name:12} {each.program:15} {failed}", flush=True)
+                print(f"{name:12} {program.program:15} {failed}", flush=True)
 
 
 def our_run(name: str, args: argparse.Namespace) -> Run:

@@ -108,10 +108,10 @@ def simulate(machines: int, nbytes: float, place: Place, costs: Costs = COSTS, f
     waiting = deque(nbytes / files * ((i + 1) * files // n - i * files // n) for i in range(n))
     fixed: dict[int, float] = {}  # machine → when its worker begins to read
     moving: dict[int, float] = {}  # machine → bytes left
-    now, given = 0.0, 0.0
+    now, started = 0.0, 0.0
     for machine in range(machines):
-        given += costs.task  # the driver starts one task after the other
-        fixed[machine] = given + costs.open + costs.attach
+        started += costs.task  # the driver starts one task after the other
+        fixed[machine] = started + costs.open + costs.attach
     while fixed or moving:
         rate = min(fastest, place.storage / len(moving)) if moving else 0.0
         ends = now + min(moving.values()) / rate if moving else float("inf")
@@ -124,7 +124,7 @@ def simulate(machines: int, nbytes: float, place: Place, costs: Costs = COSTS, f
             del fixed[machine]
             if waiting:
                 moving[machine] = waiting.popleft()
-        for machine in [m for m, left in moving.items() if left <= 1e-6 * nbytes / files]:
+        for machine in [m for m, remaining in moving.items() if remaining <= 1e-6 * nbytes / files]:
             del moving[machine]
             if waiting:
                 fixed[machine] = now + costs.task + costs.attach
@@ -210,8 +210,8 @@ def measure(folder: Path = WORK / "scaling") -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="How a run scales with the number of machines.")
     parser.add_argument("what", nargs="?", choices=["measure", "simulate"], default="simulate")
-    given = parser.parse_args()
-    if given.what == "measure":
+    args = parser.parse_args()
+    if args.what == "measure":
         measure()
     else:
         tables(3 * sum(spec.nbytes for spec in Mixture().specs()))

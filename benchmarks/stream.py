@@ -134,7 +134,7 @@ def fetch(address: str) -> None:
         return count
 
     places = []
-    for path, size in (each.split("=") for each in files.split(",")):
+    for path, size in (entry.split("=") for entry in files.split(",")):
         places += [(path, at, min(int(size), at + RANGE_BYTES)) for at in range(0, int(size), RANGE_BYTES)]
     with ThreadPoolExecutor(CONNECTIONS) as pool:
         if sum(pool.map(get, places)) != sum(end - start for _, start, end in places):
@@ -186,9 +186,9 @@ def measure(job: Job, folder: Path, port: int, link: float, runs: int) -> str:
     done = in_turn(rivals, runs, inputs, work / "log")
     shutil.rmtree(work)
     moved = sum(file.stat().st_size for file in inputs)
-    wall = {name: statistics.median(each.wall_seconds for each in found) for name, found in done.items()}
-    cpu = statistics.median(each.cpu_seconds for each in done["streamed"])
-    peak = max(each.peak_rss_bytes for each in done["streamed"])
+    wall = {name: statistics.median(run.wall_seconds for run in runs) for name, runs in done.items()}
+    cpu = statistics.median(run.cpu_seconds for run in done["streamed"])
+    peak = max(run.peak_rss_bytes for run in done["streamed"])
     return (
         f"| {job.name} | {moved / 1e9:.2f} | {moved / link / 1e6:.1f} | {wall['link']:.1f} | {wall['streamed']:.1f} "
         f"| {wall['streamed'] / wall['link']:.2f} | {cpu:.1f} | {peak / 1e6:.0f} |"

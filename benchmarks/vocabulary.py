@@ -79,8 +79,8 @@ def main() -> None:
                 )
         if args.omp and args.mergekit:
             script = _OMP.format(atoms=ATOMS, columns=COLUMNS, targets=RIVALS, k=K)
-            found = run([str(args.mergekit / "python"), "-c", script], folder / "log")
-            print(f"OMP, {RIVALS} tokens: mergekit {float(found.output.split()[-1]):.1f} s")
+            finished = run([str(args.mergekit / "python"), "-c", script], folder / "log")
+            print(f"OMP, {RIVALS} tokens: mergekit {float(finished.output.split()[-1]):.1f} s")
     for n in args.omp:
         print(f"OMP, {n:,} tokens: weightsmith {omp(n):.1f} s")
 
@@ -94,8 +94,12 @@ def build(folder: Path, tokens: int, width: int, seed: int) -> None:
     special = [f"<|{seed}|>", "<|end|>"]
     added = [{"id": len(vocab) + i, "content": token, "special": True} for i, token in enumerate(special)]
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    made: dict[str, object] = {"version": "1.0", "added_tokens": [{**entry, **flags} for entry in added], "normalizer": None}
-    made |= {"pre_tokenizer": level, "post_processor": None, "decoder": level, "model": bpe}
+    document: dict[str, object] = {
+        "version": "1.0",
+        "added_tokens": [{**entry, **flags} for entry in added],
+        "normalizer": None,
+    }
+    document |= {"pre_tokenizer": level, "post_processor": None, "decoder": level, "model": bpe}
     rows = len(vocab) + len(special)
     rng = np.random.default_rng(seed)
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (rows, width), "model.norm.weight": (width,)}
@@ -113,7 +117,7 @@ def build(folder: Path, tokens: int, width: int, seed: int) -> None:
         name: (0.02 * rng.standard_normal(shape, np.float32)).astype(ml_dtypes.bfloat16) for name, shape in shapes.items()
     }
     weightsmith.save_model(tensors, folder, config=config)
-    (folder / "tokenizer.json").write_text(json.dumps(made, ensure_ascii=False), encoding="utf-8")
+    (folder / "tokenizer.json").write_text(json.dumps(document, ensure_ascii=False), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}')
 
 
@@ -144,21 +148,21 @@ def recipe_of(folder: Path, source: str) -> dict[str, object]:
 def check(folder: Path, out: Path) -> None:
     """Compare rows of the output with numpy's; raises ValueError."""
     ids = {name: vocabulary(folder / name) for name in ("base", "other")}
-    made, rng = vocabulary(out), np.random.default_rng(0)
-    wanted = [*rng.choice(sorted(made), CHECKED).tolist(), "<|0|>", "<|end|>"]
+    out_ids, rng = vocabulary(out), np.random.default_rng(0)
+    tokens = [*rng.choice(sorted(out_ids), CHECKED).tolist(), "<|0|>", "<|end|>"]
     tables = {name: rows(folder / name) for name in ids}
     merged = rows(out)
-    for token in wanted:
-        found = [tables[name][ids[name][token]] for name in ids if token in ids[name]]
-        if not np.allclose(merged[made[token]], np.mean(found, axis=0), rtol=2**-7, atol=1e-6):
+    for token in tokens:
+        token_rows = [tables[name][ids[name][token]] for name in ids if token in ids[name]]
+        if not np.allclose(merged[out_ids[token]], np.mean(token_rows, axis=0), rtol=2**-7, atol=1e-6):
             raise ValueError(f"the row of {token!r} is wrong")
 
 
 def vocabulary(folder: Path) -> Mapping[str, int]:
     """Id by token."""
-    found = read_vocabulary(folder.name, folder, ["tokenizer.json"])
-    assert found is not None
-    return found.ids
+    parsed = read_vocabulary(folder.name, folder, ["tokenizer.json"])
+    assert parsed is not None
+    return parsed.ids
 
 
 def rows(folder: Path) -> np.ndarray:
@@ -183,9 +187,9 @@ def seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def show(name: str, found: Measured) -> None:
+def show(name: str, measured: Measured) -> None:
     """Print one row."""
-    print(f"{name}: {found.cpu_seconds:.1f} s, {found.peak_rss_bytes / 1e6:.0f} MB", flush=True)
+    print(f"{name}: {measured.cpu_seconds:.1f} s, {measured.peak_rss_bytes / 1e6:.0f} MB", flush=True)
 
 
 if __name__ == "__main__":

@@ -77,9 +77,9 @@ def main() -> None:
     lines = [f"| recipe | merged as | {' | '.join(DOMAINS)} | geometric mean | CPU seconds |", "| --- | --- |" + " ---: |" * 6]
 
     def judged(folder: Path, label: str, seconds: str) -> None:
-        found = judge(folder, HERE / "testbed" / "eval", "The", args.rows, new_tokens=1)
-        each = " | ".join(f"{found.perplexity[domain]:.3f}" for domain in DOMAINS)
-        lines.append(f"{label} {each} | {found.mean:.3f} | {seconds} |")
+        judgement = judge(folder, HERE / "testbed" / "eval", "The", args.rows, new_tokens=1)
+        cells = " | ".join(f"{judgement.perplexity[domain]:.3f}" for domain in DOMAINS)
+        lines.append(f"{label} {cells} | {judgement.mean:.3f} | {seconds} |")
         print(lines[-1], flush=True)
         out.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -96,9 +96,9 @@ def main() -> None:
 
 def merge(row: Row, base: Path, merged: Path, applied: Path) -> float:
     """Make the merged model in `applied`; the merge took so many seconds of processor time."""
-    own, shared = RECIPES[row.method]
+    parameters, shared = RECIPES[row.method]
     prefix = "" if row.rank else f"{base}+"
-    models = [{"model": f"{prefix}{HERE / 'testbed' / name}", "parameters": own} for name in FINE_TUNES]
+    models = [{"model": f"{prefix}{HERE / 'testbed' / name}", "parameters": parameters} for name in FINE_TUNES]
     recipe = {"merge_method": row.method, "models": models, "parameters": shared, "dtype": "float32"}
     before = resource.getrusage(resource.RUSAGE_SELF)
     if row.rank:

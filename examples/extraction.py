@@ -48,12 +48,14 @@ def main() -> None:
             print(lines[-1], flush=True)
         for label, options in WAYS.items():
             adapter, applied = work / "extracted", work / "applied"
-            made = weightsmith.extract_lora(models / name, models / "base", adapter, overwrite=True, progress=False, **options)
-            report = made.reports["extraction"].to_json()  # type: ignore[attr-defined]
+            extraction = weightsmith.extract_lora(
+                models / name, models / "base", adapter, overwrite=True, progress=False, **options
+            )
+            report = extraction.reports["extraction"].to_json()  # type: ignore[attr-defined]
             weightsmith.dequantize(f"{models / 'base'}+{adapter}", applied, overwrite=True, progress=False)
             shares = f"{report['kept']:.2%} | {report['signal_kept']:.2%}"
-            found = perplexity(applied, name, args.rows)
-            lines.append(f"| {name} | {label} | {report['parameters']:,} | {shares} | {found:.3f} |")
+            score = perplexity(applied, name, args.rows)
+            lines.append(f"| {name} | {label} | {report['parameters']:,} | {shares} | {score:.3f} |")
             print(lines[-1], flush=True)
             shutil.rmtree(applied)
     (work / "extraction.md").write_text("\n".join(lines) + "\n", encoding="utf-8")

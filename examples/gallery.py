@@ -43,13 +43,13 @@ def main() -> None:
 
 def sections(page: str) -> dict[str, str]:
     """The commands before each `<!-- report: NAME -->` of a page, by its name."""
-    found = {}
+    blocks = {}
     for section in re.split(r"^## ", page, flags=re.MULTILINE)[1:]:
         if name := re.search(r"^<!-- report: ([\w-]+) -->$", section, flags=re.MULTILINE):
-            found[name[1]] = "\n".join(
+            blocks[name[1]] = "\n".join(
                 re.findall(r"^```bash\n(.*?)^```$", section[: name.start()], flags=re.MULTILINE | re.DOTALL)
             )
-    return found
+    return blocks
 
 
 def make(name: str, commands: str, work: Path) -> Path:

@@ -71,7 +71,7 @@ def routing(folder: Path, texts: Path, rows: int | None = None) -> dict[str, lis
 
     judged = Judge.of_folder(folder)
     routers = [module for name, module in judged.model.named_modules() if type(module).__name__.endswith("Router")]
-    found: dict[str, list[float]] = {}
+    by_domain: dict[str, list[float]] = {}
     total = torch.zeros(0)
 
     def note(module: Any, inputs: Any, output: Any) -> None:
@@ -87,5 +87,5 @@ def routing(folder: Path, texts: Path, rows: int | None = None) -> dict[str, lis
             total = torch.zeros(0)
             for row in judged.rows((texts / f"{domain}.txt").read_text(encoding="utf-8"), rows):
                 judged.model(input_ids=row[None])
-            found[domain] = (total / total.sum()).tolist()
-    return found
+            by_domain[domain] = (total / total.sum()).tolist()
+    return by_domain

@@ -42,8 +42,8 @@ def main() -> None:
     print("\n".join(lines))
 
     def judged(label: str, folder: Path) -> None:
-        found = judge(folder, HERE / "testbed" / "eval", "Der", args.rows, new_tokens=1).perplexity
-        lines.append(f"| {label} | {' | '.join(f'{found[d]:.2f}' for d in DOMAINS)} | {mean(found):.2f} |")
+        perplexities = judge(folder, HERE / "testbed" / "eval", "Der", args.rows, new_tokens=1).perplexity
+        lines.append(f"| {label} | {' | '.join(f'{perplexities[d]:.2f}' for d in DOMAINS)} | {mean(perplexities):.2f} |")
         print(lines[-1], flush=True)
 
     judged("0: the base", base)

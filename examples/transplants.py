@@ -55,7 +55,7 @@ def main() -> None:
             continue
         if args.model == "trained" and approximation.donor:
             continue
-        made = weightsmith.transplant_tokenizer(
+        transplanted = weightsmith.transplant_tokenizer(
             model,
             donor,
             work / "transplanted",
@@ -65,8 +65,8 @@ def main() -> None:
             fsync=False,
             progress=False,
         )
-        report: Any = made.reports["rows of missing tokens"]
-        judged(approximation.name, made.out, report.error)
+        report: Any = transplanted.reports["rows of missing tokens"]
+        judged(approximation.name, transplanted.out, report.error)
     if not args.only:
         (work / f"transplants-{args.model}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 

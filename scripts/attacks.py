@@ -219,8 +219,8 @@ def run(
 
 def _wait(pid: int, until: float) -> int | None:
     while True:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
+        ended_pid, status = os.waitpid(pid, os.WNOHANG)
+        if ended_pid:
             return os.waitstatus_to_exitcode(status)
         if time.monotonic() > until:
             os.kill(pid, signal.SIGKILL)
@@ -317,11 +317,11 @@ def digest(name: str, data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def difference(found: dict[str, str], wanted: dict[str, str]) -> str:
+def difference(actual: dict[str, str], expected: dict[str, str]) -> str:
     """The files that are not the same; "" if there is none."""
-    names = [name for name in sorted({*found, *wanted}) if found.get(name) != wanted.get(name)]
+    names = [name for name in sorted({*actual, *expected}) if actual.get(name) != expected.get(name)]
     return ", ".join(
-        f"{name} ({'other bytes' if name in found and name in wanted else 'missing' if name in wanted else 'extra'})"
+        f"{name} ({'other bytes' if name in actual and name in expected else 'missing' if name in expected else 'extra'})"
         for name in names
     )
 
@@ -346,18 +346,18 @@ def undisturbed(command: Command, inputs: Path, folder: Path) -> Undisturbed:
     if command.before:
         check(run(_with_out(command.before, out), inputs), command.before)
         before = tree(out)
-    found = Undisturbed(before, {})
+    undisturbed_run = Undisturbed(before, {})
     for arguments in command.runs:
         ended = run(_with_out(arguments, out), inputs)
         check(ended, arguments)
-        found.calls.append(ended.calls)
-        found.seconds.append(ended.seconds)
-    found.after = tree(out)
+        undisturbed_run.calls.append(ended.calls)
+        undisturbed_run.seconds.append(ended.seconds)
+    undisturbed_run.after = tree(out)
     _check_alone(folder)
-    return found
+    return undisturbed_run
 
 
-def kill_case(command: Command, inputs: Path, folder: Path, wanted: Undisturbed, rng: random.Random) -> int:
+def kill_case(command: Command, inputs: Path, folder: Path, expected: Undisturbed, rng: random.Random) -> int:
     """Run a command with kills. Returns how many processes were killed."""
     folder.mkdir()
     out = folder / "out"
@@ -366,17 +366,17 @@ def kill_case(command: Command, inputs: Path, folder: Path, wanted: Undisturbed,
     kills = 0
     for number, arguments in enumerate(command.runs):
         last = number == len(command.runs) - 1
-        for left in range(rng.choice((1, 1, 2, 4)), -1, -1):  # the last one runs to its end
+        for kills_left in range(rng.choice((1, 1, 2, 4)), -1, -1):  # the last one runs to its end
             by_call = rng.random() < 0.7
             with_threads = [*_with_out(arguments, out), "--threads", str(rng.choice((1, 2, 3)))]
-            published = last and out.exists() and tree(out) == wanted.after
+            published = last and out.exists() and tree(out) == expected.after
             ended = run(
                 with_threads,
                 inputs,
-                kill_call=rng.randint(1, wanted.calls[number] + 1) if left and by_call else 0,
-                kill_seconds=rng.uniform(0.001, wanted.seconds[number]) if left and not by_call else 0,
+                kill_call=rng.randint(1, expected.calls[number] + 1) if kills_left and by_call else 0,
+                kill_seconds=rng.uniform(0.001, expected.seconds[number]) if kills_left and not by_call else 0,
             )
-            _check_out(out, wanted, last)
+            _check_out(out, expected, last)
             if ended.code in (-signal.SIGKILL, -signal.SIGALRM):
                 kills += 1
                 continue
@@ -384,8 +384,8 @@ def kill_case(command: Command, inputs: Path, folder: Path, wanted: Undisturbed,
             if not (published and ended.code == 3 and "output-exists" in ended.err):
                 check(ended, with_threads)
             break
-    found = tree(out)
-    if text := difference(found, wanted.after):
+    actual = tree(out)
+    if text := difference(actual, expected.after):
         raise Failure(f"other bytes than those of an undisturbed run: {text}")
     _check_verified(out, inputs)
     _check_alone(folder)
@@ -396,16 +396,16 @@ def _with_out(arguments: Sequence[str], out: Path) -> list[str]:
     return [str(out) if argument == "OUT" else argument for argument in arguments]
 
 
-def _check_out(out: Path, wanted: Undisturbed, may_be_done: bool) -> None:
-    found = tree(out) if out.exists() else {}
-    if found != wanted.before and not (may_be_done and found == wanted.after):
-        raise Failure(f"OUT holds neither what it held before nor the result: {difference(found, wanted.after)}")
+def _check_out(out: Path, expected: Undisturbed, may_be_done: bool) -> None:
+    actual = tree(out) if out.exists() else {}
+    if actual != expected.before and not (may_be_done and actual == expected.after):
+        raise Failure(f"OUT holds neither what it held before nor the result: {difference(actual, expected.after)}")
 
 
 def _check_alone(folder: Path) -> None:
-    beside = sorted(path.name for path in folder.iterdir() if path.name not in ("out", "out.stage-first", "out.auto"))
-    if beside:
-        raise Failure(f"left beside OUT: {', '.join(beside)}")
+    leftovers = sorted(path.name for path in folder.iterdir() if path.name not in ("out", "out.stage-first", "out.auto"))
+    if leftovers:
+        raise Failure(f"left beside OUT: {', '.join(leftovers)}")
 
 
 def _check_verified(out: Path, inputs: Path) -> None:
@@ -459,7 +459,7 @@ def _in_a_hurry() -> None:
     retries.PATIENCE = retries.Patience(most_seconds=0.005)
 
 
-def store_case(server: Any, recipe: str, inputs: Path, wanted: dict[str, str], rng: random.Random) -> int:
+def store_case(server: Any, recipe: str, inputs: Path, expected: dict[str, str], rng: random.Random) -> int:
     """Write to a bucket through faults, with a kill now and then. Returns how many faults there were."""
     from tests.bucket_help import FAULTS, FaultyProxy, environment_at, environment_of
 
@@ -486,11 +486,11 @@ def store_case(server: Any, recipe: str, inputs: Path, wanted: dict[str, str], r
         if not (ended.code == 3 and "output-exists" in ended.err):
             check(ended, [command, recipe, out])
     prefix = out.removeprefix(f"{server.scheme}://{server.bucket}/").removesuffix("/out")
-    found = {name: digest(Path(name).name, data) for name, data in server.contents(prefix).items()}
-    if text := difference(found, {f"out/{name}": known for name, known in wanted.items()}):
+    actual = {name: digest(Path(name).name, data) for name, data in server.contents(prefix).items()}
+    if text := difference(actual, {f"out/{name}": known for name, known in expected.items()}):
         raise Failure(f"the bucket differs from a local output: {text}")
-    if left := server.parts():  # an upload whose first answer was lost stays, without parts
-        raise Failure(f"{len(left)} uploaded parts of no object are left")
+    if parts := server.parts():  # an upload whose first answer was lost stays, without parts
+        raise Failure(f"{len(parts)} uploaded parts of no object are left")
     return count
 
 
@@ -499,8 +499,8 @@ def _store_command(recipe: str) -> tuple[str, list[str]]:
 
     command, _, options = RECIPES[recipe]
     flags = {"max_shard_bytes": "--max-shard-size", "quantize": "--quantize"}
-    given = [str(text) for key, value in options.items() if key in flags for text in (flags[key], value)]
-    return command, [*given, *(["--no-check-loading"] if "check_loading" in options else [])]
+    arguments = [str(text) for key, value in options.items() if key in flags for text in (flags[key], value)]
+    return command, [*arguments, *(["--no-check-loading"] if "check_loading" in options else [])]
 
 
 def stores(args: argparse.Namespace, folder: Path) -> int:
@@ -512,12 +512,12 @@ def stores(args: argparse.Namespace, folder: Path) -> int:
     inputs = folder / "inputs"
     inputs.mkdir()
     apart(make_llamas, inputs)
-    wanted: dict[str, dict[str, str]] = {}
+    expected: dict[str, dict[str, str]] = {}
     for name, (_, recipe, _) in RECIPES.items():
         (inputs / f"{name}.yml").write_text(json.dumps(recipe))
         command, options = _store_command(name)
         check(run([command, f"{name}.yml", "out", *options], inputs), [command, name])
-        wanted[name] = tree(inputs / "out")
+        expected[name] = tree(inputs / "out")
         shutil.rmtree(inputs / "out")
     failures = faults = 0
     with serving(MOTO) as moto, serving(GOOGLE) as google, contextlib.closing(GoogleFront(google, moto)) as front:
@@ -527,7 +527,7 @@ def stores(args: argparse.Namespace, folder: Path) -> int:
             os.environ.update(environment_of(server))
             recipe = rng.choice([*RECIPES])
             try:
-                faults += store_case(server, recipe, inputs, wanted[recipe], rng)
+                faults += store_case(server, recipe, inputs, expected[recipe], rng)
             except Failure as error:
                 failures += 1
                 print(f"FAILED: case {number} (seed {args.seed}), {server.kind}, {recipe}: {error}", flush=True)

@@ -57,9 +57,9 @@ def run(*command: object, cwd: Path = ROOT) -> None:
         sys.exit(f"failed with status {done.returncode}: {' '.join(map(str, command))}")
 
 
-def require(names: list[str], wanted: tuple[str, ...], archive: Path) -> None:
+def require(names: list[str], endings: tuple[str, ...], archive: Path) -> None:
     """End unless an archive holds every wanted file, and nothing that the build left."""
-    missing = [end for end in wanted if not any(name.endswith(end) for name in names)]
+    missing = [end for end in endings if not any(name.endswith(end) for name in names)]
     unwanted = [name for name in names if any(part in name for part in UNWANTED)]
     if missing or unwanted:
         sys.exit(f"{archive.name}: missing {missing}, unwanted {unwanted[:5]}")

@@ -78,15 +78,15 @@ BLOCK = re.compile(r"(<!-- ([^\n]+?):begin -->\n).*?(<!-- \2:end -->)", re.DOTAL
 def pages() -> dict[Path, str]:
     """Every page that is generated, or has generated blocks, and its contents."""
     methods = all_methods()
-    found = {
+    texts = {
         DOCS / "methods" / "README.md": methods_page(methods),
         DOCS / "api.md": api_page(),
         DOCS / "moe-layouts.md": layouts_page([*map(LAYOUTS.get, LAYOUTS.builtin)]),
         KEYWORDS: keywords_module(),
     }
-    found[MAN] = man_page(get_command(make_app()))
-    found |= {DOCS / "methods" / f"{method.name}.md": method_page(method) for method in methods}
-    return found | filled({DOCS / name: (DOCS / name).read_text(encoding="utf-8") for name in WITH_BLOCKS}, methods)
+    texts[MAN] = man_page(get_command(make_app()))
+    texts |= {DOCS / "methods" / f"{method.name}.md": method_page(method) for method in methods}
+    return texts | filled({DOCS / name: (DOCS / name).read_text(encoding="utf-8") for name in WITH_BLOCKS}, methods)
 
 
 # ---- the recipe
@@ -180,10 +180,10 @@ def keywords_module() -> str:
     ]
     for record in option_records():
         name = record.__name__.removesuffix("Options").removesuffix("Settings")
-        parent, more = _PARENTS.get(name, ("TypedDict", ""))
-        lines += ["", "", f"class {name}Keywords({parent}, total=False):", f'    """`{record.__name__}`{more}."""', ""]
-        own = [each for each in options_of(record).values() if (name, each.name) not in NAMED]
-        lines += [f"    {each.name}: {_typed(each)}" for each in own]
+        parent, suffix = _PARENTS.get(name, ("TypedDict", ""))
+        lines += ["", "", f"class {name}Keywords({parent}, total=False):", f'    """`{record.__name__}`{suffix}."""', ""]
+        unnamed = [option for option in options_of(record).values() if (name, option.name) not in NAMED]
+        lines += [f"    {option.name}: {_typed(option)}" for option in unnamed]
     for name, parents, what in (
         ("PlanKeywords", "RecipeKeywords, QuantizeKeywords", "Those of a plan."),
         ("Keywords", "PlanKeywords, RunKeywords", "Those of a plan, and of its run."),
@@ -211,7 +211,10 @@ def _commands() -> dict[str, str]:
     """The tables of options: those that commands share, and what each command has besides."""
     app = make_app()
     group = get_command(app)
-    callbacks = {str(each.name or each.callback.__name__.replace("_", "-")): each.callback for each in app.registered_commands}
+    callbacks = {
+        str(command.name or command.callback.__name__.replace("_", "-")): command.callback
+        for command in app.registered_commands
+    }
     flags = {name: _flags(group.commands[name], getattr(callbacks[name], "flags", {})) for name in group.commands}
     tables, of_record = {}, {id(option): title for title, kind in SHARED.items() for option in options_of(kind).values()}
     for title in SHARED:
@@ -250,33 +253,33 @@ def _flags(command: Any, options: Mapping[str, Option]) -> list[_Flag]:
     for parameter in command.params:
         if parameter.param_type_name != "option" or parameter.name in ("help", "help_all", "verbose"):
             continue
-        found = options.get(parameter.name)
+        option = options.get(parameter.name)
         names = [f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts)]
         if parameter.metavar:
             names[-1] = f"{names[-1][:-1]} {parameter.metavar}`"
         text, default = parameter.help.partition(" [default: ")[0], parameter.default if parameter.show_default else None
-        if found is not None:
-            text = " ".join(filter(None, [found.sentence(lambda name: f"`{find_option(name).flag()}`"), found.details]))
-            words = found.default_text(command.callback.__name__)
-            default = parameter.default if found.type is bool and found.default is not None else words
+        if option is not None:
+            text = " ".join(filter(None, [option.sentence(lambda name: f"`{find_option(name).flag()}`"), option.details]))
+            words = option.default_text(command.callback.__name__)
+            default = parameter.default if option.type is bool and option.default is not None else words
         if isinstance(default, bool):
             chosen = (parameter.opts if default else parameter.secondary_opts)[-1:]
             default = f"`{chosen[0]}`" if chosen and parameter.secondary_opts else ""
         if default:
             text += f" Default: {default}."
-        is_named = found is not None and parameter.name != found.name
-        rows.append(_Flag(", ".join(names), "" if found is None else f"`{parameter.name}`", text, found, is_named))
+        is_named = option is not None and parameter.name != option.name
+        rows.append(_Flag(", ".join(names), "" if option is None else f"`{parameter.name}`", text, option, is_named))
     return rows
 
 
 def _settings() -> str:
     """The table of what a user sets once."""
     rows = []
-    for each in settings().values():
-        where = "your own file" if each.user_only else "any file"
-        text = each.help if each.option is None else each.option.sentence(lambda name: f"`{find_option(name).flag()}`")
-        default = each.option.default_text() if each.option is not None else ""
-        rows.append((f"`{each.key}`", f"`{each.variable}`", where, text + (f" Default: {default}." if default else "")))
+    for setting in settings().values():
+        where = "your own file" if setting.user_only else "any file"
+        text = setting.help if setting.option is None else setting.option.sentence(lambda name: f"`{find_option(name).flag()}`")
+        default = setting.option.default_text() if setting.option is not None else ""
+        rows.append((f"`{setting.key}`", f"`{setting.variable}`", where, text + (f" Default: {default}." if default else "")))
     return table(("key", "variable", "read from", ""), rows)
 
 
@@ -286,7 +289,10 @@ def _settings() -> str:
 def _text(method: Method) -> list[str]:
     """The statistics that the method always measures on a text."""
     defaults = {p.name: p.default for p in method.parameters}
-    kinds = [f"`{each.kind}` of {'each model' if each.of == 'models' else 'the base'}" for each in method.requires(defaults)]
+    kinds = [
+        f"`{statistic.kind}` of {'each model' if statistic.of == 'models' else 'the base'}"
+        for statistic in method.requires(defaults)
+    ]
     return [f"**Measures on a [text](../statistics.md):** {', '.join(kinds)}.", ""] if kinds else []
 
 
@@ -510,10 +516,10 @@ def _attention(layout: ExpertLayout) -> str:
 
 
 def _besides(layout: ExpertLayout) -> str:
-    more = [f"at least {layout.min_experts} experts"] * (layout.min_experts > 1)
-    more += ["supports partial rotary embeddings (Phi-3, GLM)"] * layout.partial
-    more += ["Granite's multipliers"] * layout.multipliers
-    return "; ".join([*more, layout.note] if layout.note else more)
+    requirements = [f"at least {layout.min_experts} experts"] * (layout.min_experts > 1)
+    requirements += ["supports partial rotary embeddings (Phi-3, GLM)"] * layout.partial
+    requirements += ["Granite's multipliers"] * layout.multipliers
+    return "; ".join([*requirements, layout.note] if layout.note else requirements)
 
 
 def _names(tensors: Sequence[tuple[str, Sequence[str]]]) -> str:
@@ -529,15 +535,14 @@ def _shared_names(layout: ExpertLayout) -> str:
 
 def _programs() -> str:
     """Which program takes which format, and where that was read."""
-    head = ["format", *(f"{each.title} {each.version}" for each in ENGINES)]
-    titles = {each.name: each.title for each in ENGINES}
+    head = ["format", *(f"{engine.title} {engine.version}" for engine in ENGINES)]
+    titles = {engine.name: engine.title for engine in ENGINES}
     read = [
-        (titles[each.engine], ", ".join(f"`{name}`" for name in each.formats), each.note, f"`{each.source}`")
-        for each in SUPPORT
+        (titles[row.engine], ", ".join(f"`{name}`" for name in row.formats), row.note, f"`{row.source}`") for row in SUPPORT
     ]
     names = dict.fromkeys(name for engine in ENGINES for name in formats_of(engine.name))
     rows = [
-        [f"`{name}-…`" if name == "gguf" else f"`{name}`", *(_cell(find_support(each.name, name)) for each in ENGINES)]
+        [f"`{name}-…`" if name == "gguf" else f"`{name}`", *(_cell(find_support(engine.name, name)) for engine in ENGINES)]
         for name in names
     ]
     return "\n".join([table(head, rows), "", table(("program", "formats", "", "read in"), read), ""])
@@ -628,55 +633,61 @@ def _is_error(value: object) -> bool:
 
 
 def _error(name: str) -> tuple[str, str, str]:
-    found = getattr(weightsmith, name)
-    summary = inspect.getdoc(found).partition("\n\n")[0].replace("\n", " ")
-    return f"`{name}`", ", ".join(f"`{parent.__name__}`" for parent in found.__bases__), summary
+    error_class = getattr(weightsmith, name)
+    summary = inspect.getdoc(error_class).partition("\n\n")[0].replace("\n", " ")
+    return f"`{name}`", ", ".join(f"`{parent.__name__}`" for parent in error_class.__bases__), summary
 
 
 def _api(name: str) -> Iterator[str]:
     """The section of one name."""
     yield f"### {name}"
-    found = getattr(weightsmith, name)
+    public = getattr(weightsmith, name)
     if name == "PerModel":
         yield PER_MODEL
         return
-    if not isinstance(found, type):
-        yield f"```text\n{_signature(name, found)}\n```"
-    yield from _from_docstring(inspect.getdoc(found) or "", name)
-    if isinstance(found, type):
-        rows = [(f"`{member}`", summary) for member, summary in _members(found)]
+    if not isinstance(public, type):
+        yield f"```text\n{_signature(name, public)}\n```"
+    yield from _from_docstring(inspect.getdoc(public) or "", name)
+    if isinstance(public, type):
+        rows = [(f"`{member}`", summary) for member, summary in _members(public)]
         if rows:
             yield table(("member", ""), rows)
 
 
-def _signature(name: str, found: Any) -> str:
+def _signature(name: str, public: Any) -> str:
     """A call, as documentation shows it."""
-    own = inspect.signature(found)
-    given = [str(each).replace("'", "") for each in own.parameters.values()]
-    keywords = [i for i, each in enumerate(own.parameters.values()) if each.kind is inspect.Parameter.KEYWORD_ONLY]
-    if keywords and not any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in own.parameters.values()):
-        given.insert(keywords[0], "*")
-    given = [re.sub(r"Unpack\[(\w+)\]", "...", each) for each in given]
-    returned = "" if own.return_annotation is inspect.Parameter.empty else f" -> {str(own.return_annotation).strip(chr(39))}"
-    lines = "".join(f"    {each},\n" for each in given)
+    signature = inspect.signature(public)
+    parameters = [str(parameter).replace("'", "") for parameter in signature.parameters.values()]
+    keywords = [
+        i for i, parameter in enumerate(signature.parameters.values()) if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    ]
+    if keywords and not any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in signature.parameters.values()):
+        parameters.insert(keywords[0], "*")
+    parameters = [re.sub(r"Unpack\[(\w+)\]", "...", parameter) for parameter in parameters]
+    returned = (
+        ""
+        if signature.return_annotation is inspect.Parameter.empty
+        else f" -> {str(signature.return_annotation).strip(chr(39))}"
+    )
+    lines = "".join(f"    {parameter},\n" for parameter in parameters)
     return f"weightsmith.{name}(\n{lines}){returned}"
 
 
-def _members(found: type) -> Iterator[tuple[str, str]]:
+def _members(cls: type) -> Iterator[tuple[str, str]]:
     """Public properties and methods, each with the first sentence of its docstring."""
-    for owner in reversed(found.__mro__):
+    for owner in reversed(cls.__mro__):
         for member, value in vars(owner).items():
             plain = value.func if isinstance(value, cached_property) else value.fget if isinstance(value, property) else value
             if member.startswith("_") or not callable(plain) or not owner.__module__.startswith("weightsmith"):
                 continue
-            text = inspect.getdoc(getattr(found, member)) or ""
+            text = inspect.getdoc(getattr(cls, member)) or ""
             called = member if plain is not value else f"{member}{_arguments(plain)}"
-            if owner is found or member not in vars(found):
+            if owner is cls or member not in vars(cls):
                 yield called, text.partition("\n\n")[0].replace("\n", " ")
 
 
 def _arguments(method: Any) -> str:
-    names = [str(each).partition(":")[0] for each in list(inspect.signature(method).parameters.values())[1:]]
+    names = [str(parameter).partition(":")[0] for parameter in list(inspect.signature(method).parameters.values())[1:]]
     return f"({', '.join(names)})"
 
 
@@ -690,9 +701,9 @@ def _from_docstring(text: str, name: str) -> Iterator[str]:
         elif paragraph.startswith(">>>"):
             yield "```text\n" + paragraph.replace("  # doctest: +SKIP", "") + "\n```"
         elif in_options:
-            own = _options(name)
-            lines = [line for option, line in own.items() if option not in shared or line != _options("merge")[option]]
-            same = [f"`{option}`" for option in own if own[option] not in lines]
+            options = _options(name)
+            lines = [line for option, line in options.items() if option not in shared or line != _options("merge")[option]]
+            same = [f"`{option}`" for option in options if options[option] not in lines]
             lines += [f"* As for [merge](#merge): {', '.join(same)}."] if same else []
             yield "\n".join(["Options:", "", *lines])
             in_options = False
@@ -729,7 +740,7 @@ MAN_FILES = HelpRows(
 def man_page(program: Any) -> str:
     """The page `weightsmith(1)` in roff. program: the commands, as typer has them."""
     whole = overview(program, "weightsmith")
-    sections = {each.title: each for each in whole.sections}
+    sections = {section.title: section for section in whole.sections}
     lines = [
         '.\\" Generated by scripts/docs.py from the code. Do not edit: run `make docs`.',
         '.TH WEIGHTSMITH 1 "" "weightsmith" "User Commands"',
@@ -801,15 +812,15 @@ def _linked(text: str) -> str:
 # ---- writing
 
 
-def stale(found: Mapping[Path, str]) -> Iterator[tuple[Path, str]]:
+def stale(texts: Mapping[Path, str]) -> Iterator[tuple[Path, str]]:
     """Missing and outdated pages, and pages of removed methods, each with what is wrong."""
-    for path, text in found.items():
+    for path, text in texts.items():
         if not path.exists():
             yield path, "is missing"
         elif path.read_text(encoding="utf-8") != text:
             yield path, "is out of date"
     for path in sorted((DOCS / "methods").glob("*.md")):
-        if path not in found:
+        if path not in texts:
             yield path, "describes no method"
 
 
@@ -818,16 +829,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; status 1 if a page is out of date")
     args = parser.parse_args()
-    found = pages()
-    wrong = list(stale(found))
+    texts = pages()
+    wrong = list(stale(texts))
     for path, what in wrong:
         print(f"{path.relative_to(ROOT)} {what}{'; run `make docs`' if args.check else ': fixed'}")
     if args.check:
         sys.exit(bool(wrong))
     for path, _ in wrong:
-        if path in found:
+        if path in texts:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(found[path], encoding="utf-8")
+            path.write_text(texts[path], encoding="utf-8")
         else:
             path.unlink()
 

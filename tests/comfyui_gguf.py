@@ -109,8 +109,8 @@ def build_rules(folder: Path) -> Path:
     (kept,) = re.findall(r"bool image_model = false;.*?quantize &= ggml_n_dims\(tensor\) == 2;\n\s*}", text, re.DOTALL)
     names: dict[str, str] = {"rules": rules, "kept": kept}
     for key, prefix, single in (("types", "GGML_TYPE_", "type_names"), ("ftypes", "LLAMA_FTYPE_MOSTLY_", "ftype_names")):
-        more = ["Q8_0", "F16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q6_K", "Q2_K", "Q2_K_S", "Q3_K_S", "Q5_K_S"]
-        known = dict.fromkeys([*re.findall(rf"{prefix}(\w+)", text), *more])
+        known_types = ["Q8_0", "F16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q6_K", "Q2_K", "Q2_K_S", "Q3_K_S", "Q5_K_S"]
+        known = dict.fromkeys([*re.findall(rf"{prefix}(\w+)", text), *known_types])
         names |= {key: ", ".join(f"{prefix}{name}" for name in known), single: ", ".join(f'"{name}"' for name in known)}
     arches = re.findall(r'\{ (LLM_ARCH_\w+), +"(\w+)" +\}', text)
     names |= {"arches": ", ".join(name for name, _ in arches), "arch_names": ", ".join(f'"{name}"' for _, name in arches)}

@@ -6,6 +6,7 @@ import ctypes
 import fcntl
 import gc
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -22,6 +23,10 @@ for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parents[1] / "build/torchinductor"))
 
 os.environ.setdefault("WEIGHTSMITH_RUNS", "")  # how long tests take says nothing about a user's runs
+
+# Test modules whose assertions pytest has rewritten are kept with their bytecode. Without, each worker rewrites all 500 in each
+# run: 39 s of processor time instead of 21 to collect the tests.
+sys.dont_write_bytecode = False
 
 os.environ.pop("COLUMNS", None)  # xdist gives its workers 80; the tables of a pipe are as wide as they need to be
 
@@ -78,18 +83,18 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 def njit_once(function: FunctionType, called_by_kernel: bool, digest: str) -> Any:
     """A kernel that two workers need is compiled by one of them. The other waits, and finds it in the cache."""
-    made = _njit(function, called_by_kernel, digest)
-    if called_by_kernel or made is function or not (digest and compiler.cache_folder()):
-        return made
-    compile_ = made.compile
+    compiled = _njit(function, called_by_kernel, digest)
+    if called_by_kernel or compiled is function or not (digest and compiler.cache_folder()):
+        return compiled
+    compile_ = compiled.compile
 
-    def compile_once(*given: Any) -> Any:
+    def compile_once(*args: Any) -> Any:
         with Path(_locks, f"{function.__module__}.{function.__qualname__}.{digest}.lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            return compile_(*given)
+            return compile_(*args)
 
-    made.compile = compile_once
-    return made
+    compiled.compile = compile_once
+    return compiled
 
 
 if "PYTEST_XDIST_WORKER" in os.environ:

@@ -33,49 +33,51 @@ _ROBERTA = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
 @cache  # training is not deterministic
 def wordpiece(*, lower: bool = True, template: bool = True) -> Tokenizer:
     """BERT's tokenizer, of a few hundred tokens."""
-    made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    made.normalizer = normalizers.BertNormalizer(lowercase=lower)
-    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lower)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=special, show_progress=False)
-    made.train_from_iterator([TEXT, OTHER_TEXT], trainer)
+    tokenizer.train_from_iterator([TEXT, OTHER_TEXT], trainer)
     if template:
-        made.post_processor = processors.TemplateProcessing(
+        tokenizer.post_processor = processors.TemplateProcessing(
             single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
         )
-    made.decoder = decoders.WordPiece()
-    return made
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
 
 
 @cache  # training is not deterministic
 def unigram() -> Tokenizer:
     """XLM-RoBERTa's tokenizer, of a few dozen tokens."""
-    made = Tokenizer(models.Unigram())
-    made.normalizer = normalizers.Sequence([normalizers.Precompiled(_charsmap()), normalizers.Replace(Regex(" {2,}"), " ")])
-    made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Precompiled(_charsmap()), normalizers.Replace(Regex(" {2,}"), " ")]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
     trainer = trainers.UnigramTrainer(vocab_size=150, special_tokens=_ROBERTA[:4], unk_token="<unk>", show_progress=False)
-    made.train_from_iterator([TEXT, OTHER_TEXT], trainer)
-    made.add_special_tokens(["<mask>"])
+    tokenizer.train_from_iterator([TEXT, OTHER_TEXT], trainer)
+    tokenizer.add_special_tokens(["<mask>"])
     special = [("<s>", 0), ("</s>", 2)]
     pair = "<s> $A </s> </s> $B </s>"
-    made.post_processor = processors.TemplateProcessing(single="<s> $A </s>", pair=pair, special_tokens=special)
-    made.decoder = decoders.Metaspace()
-    return made
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A </s>", pair=pair, special_tokens=special)
+    tokenizer.decoder = decoders.Metaspace()
+    return tokenizer
 
 
 @cache  # training is not deterministic
 def modern() -> Tokenizer:
     """ModernBERT's tokenizer, of a few hundred tokens."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet, special = pre_tokenizers.ByteLevel.alphabet(), list(BERT_NAMES.values())
     trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
-    made.train_from_iterator([TEXT, OTHER_TEXT], trainer)
+    tokenizer.train_from_iterator([TEXT, OTHER_TEXT], trainer)
     numbers = [(token, special.index(token)) for token in ("[CLS]", "[SEP]")]
     pair = "[CLS] $A [SEP] $B [SEP]"
-    made.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", pair=pair, special_tokens=numbers)
-    made.decoder = decoders.ByteLevel()
-    return made
+    tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", pair=pair, special_tokens=numbers)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
 @cache
@@ -97,14 +99,14 @@ def _charsmap() -> bytes:
 @cache  # training is not deterministic
 def byte_level() -> Tokenizer:
     """RoBERTa's tokenizer, of a few hundred tokens."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=_ROBERTA, initial_alphabet=alphabet, show_progress=False)
-    made.train_from_iterator([TEXT, OTHER_TEXT], trainer)
-    made.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    return made
+    tokenizer.train_from_iterator([TEXT, OTHER_TEXT], trainer)
+    tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
 def save(
@@ -133,10 +135,10 @@ def _scaled(tensors: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, npt.NDA
     }
 
 
-def with_modules(folder: Path, pooling: str, *more: str, width: int = 32) -> Path:
-    """The folder as sentence-transformers has it. pooling: its mode, `mean_tokens`; more: kinds of modules behind it"""
+def with_modules(folder: Path, pooling: str, *kinds: str, width: int = 32) -> Path:
+    """The folder as sentence-transformers has it. pooling: its mode, `mean_tokens`; kinds: those of the modules behind it"""
     modules = []
-    for i, kind in enumerate(("Transformer", "Pooling", *more)):
+    for i, kind in enumerate(("Transformer", "Pooling", *kinds)):
         path = f"{i}_{kind}" if i else ""
         modules.append({"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"})
         (folder / path).mkdir(exist_ok=True)
@@ -156,5 +158,5 @@ def vectors(model_class: str, folder: Path, tokens: Sequence[int]) -> npt.NDArra
     model, _ = zoo.load_as(model_class, folder)
     with torch.inference_mode():
         out = model(torch.tensor([list(tokens)]))
-    found = out.logits if "logits" in out else out.last_hidden_state
-    return np.asarray(found[0].numpy())
+    states = out.logits if "logits" in out else out.last_hidden_state
+    return np.asarray(states[0].numpy())

@@ -83,7 +83,7 @@ class Written:
 
     def files(self, branch: str = "main") -> Files:
         """The files of a branch, but for what the hub itself has created."""
-        return {name: each.data for name, each in self.head(branch).files.items() if name != ".gitattributes"}
+        return {name: file.data for name, file in self.head(branch).files.items() if name != ".gitattributes"}
 
 
 ATTRIBUTES = b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n*.gguf filter=lfs diff=lfs merge=lfs -text\n"
@@ -142,9 +142,9 @@ class FakeHub:
     sent: int = 0
     signatures: dict[str, int] = field(default_factory=dict)
 
-    def environment(self, home: Path, **more: str) -> dict[str, str]:
+    def environment(self, home: Path, **options: str) -> dict[str, str]:
         """The environment of a process that uses this hub and no other, and caches in `home`."""
-        return environment(home) | {"HF_ENDPOINT": self.url} | more
+        return environment(home) | {"HF_ENDPOINT": self.url} | options
 
     @property
     def pushed(self) -> dict[str, Files]:
@@ -318,19 +318,19 @@ class _Handler(BaseHTTPRequestHandler):
         if what == "xet-write-token":
             self._json({"casUrl": f"local://{self.hub.xet}", "exp": int(time.time()) + 600, "accessToken": "x"})
         elif what == "revision":
-            siblings = [{"rfilename": name, "size": len(each.data)} for name, each in files.items()]
+            siblings = [{"rfilename": name, "size": len(file.data)} for name, file in files.items()]
             self._json({"id": repo, "sha": oid, "siblings": siblings})
         elif what == "tree":
             self._tree(files)
         elif what == "commits":
-            found = []
+            entries = []
             while oid:
                 commit = model.commits[oid]
-                found.append(
+                entries.append(
                     {"id": oid, "authors": [], "date": "2026-11-22T00:00:00.000Z", "title": commit.message, "message": ""}
                 )
                 oid = commit.parent
-            self._json(found)
+            self._json(entries)
         elif name not in files:
             self._error("EntryNotFound", 404)
         else:
@@ -338,17 +338,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _tree(self, files: Mapping[str, Stored]) -> None:
         """A page of a listing, and where the next one is."""
-        found = []
-        for name, each in files.items():
-            lfs = {"lfs": {"oid": each.oid, "size": len(each.data), "pointerSize": 130}} if each.lfs else {}
-            found.append({"type": "file", "path": name, "size": len(each.data), "oid": _git_sha1(each.data), **lfs})
+        entries = []
+        for name, file in files.items():
+            lfs = {"lfs": {"oid": file.oid, "size": len(file.data), "pointerSize": 130}} if file.lfs else {}
+            entries.append({"type": "file", "path": name, "size": len(file.data), "oid": _git_sha1(file.data), **lfs})
         query = parse_qs(urlsplit(self.path).query)
         start = int(query.get("cursor", ["0"])[0])
         headers = {}
-        if start + self.hub.page < len(found):
+        if start + self.hub.page < len(entries):
             path = urlsplit(self.path).path
             headers["Link"] = f'<{self.hub.url}{path}?recursive=true&cursor={start + self.hub.page}>; rel="next"'
-        self._send(200, json.dumps(found[start : start + self.hub.page]).encode(), headers)
+        self._send(200, json.dumps(entries[start : start + self.hub.page]).encode(), headers)
 
     def _token(self) -> str:
         return self.headers.get("authorization", "").removeprefix("Bearer ")
@@ -380,7 +380,7 @@ class _Handler(BaseHTTPRequestHandler):
             good = len(self.hub.objects.get(about["oid"], b"")) == about["size"]
             self._json({}, 200 if good else 404)
         elif path.endswith(".git/info/lfs/objects/batch"):
-            self._json({"transfer": "basic", "objects": [self._object(each) for each in json.loads(body)["objects"]]})
+            self._json({"transfer": "basic", "objects": [self._object(item) for item in json.loads(body)["objects"]]})
         elif match := re.fullmatch("/api/models/([^/]+/[^/]+)/(preupload|commit|branch)/(.+)", path):
             if match[1] not in self.hub.written:
                 self._error("RepoNotFound", 404)
@@ -407,12 +407,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _preupload(self, files: Mapping[str, Stored], asked: list[dict[str, Any]]) -> None:
         patterns = [line.split()[0] for line in files[".gitattributes"].data.decode().splitlines()] if files else []
-        found = []
-        for path in (each["path"] for each in asked):
+        answers = []
+        for path in (item["path"] for item in asked):
             lfs = any(fnmatch.fnmatch(path, pattern) for pattern in patterns)
             oid = {"oid": files[path].oid} if path in files else {}
-            found.append({"path": path, "uploadMode": "lfs" if lfs else "regular", "shouldIgnore": False, **oid})
-        self._json({"files": found})
+            answers.append({"path": path, "uploadMode": "lfs" if lfs else "regular", "shouldIgnore": False, **oid})
+        self._json({"files": answers})
 
     def _object(self, asked: dict[str, Any]) -> dict[str, Any]:
         """How to upload an object: at once or in parts, at another host; nothing if it is there."""
@@ -435,8 +435,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._json({}, 200 if good else 400)
 
     def _complete(self, asked: dict[str, Any]) -> None:
-        parts = [self.hub.parts.pop((asked["oid"], each["partNumber"])) for each in asked["parts"]]
-        assert [f'"{_sha1(part)}"' for part in parts] == [each["etag"] for each in asked["parts"]]
+        parts = [self.hub.parts.pop((asked["oid"], part["partNumber"])) for part in asked["parts"]]
+        assert [f'"{_sha1(part)}"' for part in parts] == [part["etag"] for part in asked["parts"]]
         self._store(asked["oid"], b"".join(parts))
 
     def _commit(self, repo: str, branch: str, lines: list[dict[str, Any]]) -> None:
@@ -509,9 +509,9 @@ def serve(repos: dict[tuple[str, str], Files], refs: dict[str, str] | None = Non
         yield hub
     finally:
         hub.fault = no_fault
-        for each in threading.enumerate():
-            if each.name.startswith("weightsmith-upload"):
-                each.join(20)
+        for worker in threading.enumerate():
+            if worker.name.startswith("weightsmith-upload"):
+                worker.join(20)
         server.shutdown()
         server.server_close()
         thread.join()

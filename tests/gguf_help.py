@@ -72,9 +72,9 @@ def tokenizer_files(keys: Mapping[str, Any]) -> dict[str, bytes]:
     sizes |= {"attention.head_count": 1, "attention.head_count_kv": 1, "attention.layer_norm_rms_epsilon": 1e-5}
     with TemporaryDirectory() as folder:
         tensors = {"token_embd.weight": (np.ones((tokens, 2)), "F32")}
-        found = open_files([write_gguf(Path(folder, "t.gguf"), "llama", tensors, {**sizes, **keys})], None, "t")
-        found.source.close()
-        return {name: content for name, content in found.files.items() if name.startswith("tokenizer")}
+        opened = open_files([write_gguf(Path(folder, "t.gguf"), "llama", tensors, {**sizes, **keys})], None, "t")
+        opened.source.close()
+        return {name: content for name, content in opened.files.items() if name.startswith("tokenizer")}
 
 
 def write_gguf(
@@ -134,8 +134,8 @@ def llama(seed: int = 0, kind: str = "Q8_0", vocabulary: int = len(PIECES)) -> d
     def weight(rows: int, cols: int, kind: str = kind) -> tuple[np.ndarray, str]:
         return rng.standard_normal((rows, cols)).astype(np.float32) * 0.1, kind
 
-    found = {"token_embd.weight": weight(vocabulary, 64), "output_norm.weight": (rng.standard_normal(64), "F32")}
-    found |= {
+    tensors = {"token_embd.weight": weight(vocabulary, 64), "output_norm.weight": (rng.standard_normal(64), "F32")}
+    tensors |= {
         "blk.0.attn_norm.weight": (rng.standard_normal(64), "F32"),
         "blk.0.ffn_norm.weight": (rng.standard_normal(64), "F32"),
         "blk.0.attn_q.weight": weight(64, 64),
@@ -146,7 +146,7 @@ def llama(seed: int = 0, kind: str = "Q8_0", vocabulary: int = len(PIECES)) -> d
         "blk.0.ffn_up.weight": weight(96, 64),
         "blk.0.ffn_down.weight": weight(64, 96),
     }
-    return found
+    return tensors
 
 
 def stored(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:

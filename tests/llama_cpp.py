@@ -134,8 +134,8 @@ class Judge:
         """What follows each of some tokens: float32 [tokens, vocabulary]. adapter: a GGUF file that is added."""
         size = self._call("llama_vocab_n_tokens", c.c_int32, c.c_void_p)(self._vocab)
         with self._computed(tokens, adapter=adapter) as context:
-            found = self._call("llama_get_logits", c.POINTER(c.c_float), c.c_void_p)(context)
-            return np.ctypeslib.as_array(found, (len(tokens), size)).copy()
+            pointer = self._call("llama_get_logits", c.POINTER(c.c_float), c.c_void_p)(context)
+            return np.ctypeslib.as_array(pointer, (len(tokens), size)).copy()
 
     def vectors(self, tokens: Sequence[int], *, encodes: bool = False) -> npt.NDArray[np.float32]:
         """The vector of each of some tokens, of a model that does not pool them: float32 [tokens, width].
@@ -145,8 +145,8 @@ class Judge:
         width = self._call("llama_model_n_embd", c.c_int32, c.c_void_p)(self._model)
         with self._computed(tokens, vectors=True, encodes=encodes) as context:
             assert self._call("llama_pooling_type", c.c_int, c.c_void_p)(context) == 0
-            found = self._call("llama_get_embeddings", c.POINTER(c.c_float), c.c_void_p)(context)
-            return np.ctypeslib.as_array(found, (len(tokens), width)).copy()
+            pointer = self._call("llama_get_embeddings", c.POINTER(c.c_float), c.c_void_p)(context)
+            return np.ctypeslib.as_array(pointer, (len(tokens), width)).copy()
 
     def pooled(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         """The vector of a text, or its scores, as the file says that tokens are pooled: float32 [width or labels]."""
@@ -156,8 +156,8 @@ class Judge:
             assert pooling > 0
             size = "llama_model_n_cls_out" if pooling == 4 else "llama_model_n_embd_out"
             count = call(size, c.c_int32, c.c_void_p)(self._model)
-            found = call("llama_get_embeddings_seq", c.POINTER(c.c_float), c.c_void_p, c.c_int32)(context, 0)
-            return np.ctypeslib.as_array(found, (count,)).copy()
+            pointer = call("llama_get_embeddings_seq", c.POINTER(c.c_float), c.c_void_p, c.c_int32)(context, 0)
+            return np.ctypeslib.as_array(pointer, (count,)).copy()
 
     @contextmanager
     def _computed(

@@ -119,7 +119,7 @@ def recipe(base: Path, experts: int = 4, **keys: Any) -> dict[str, Any]:
     }
 
 
-def made(source: Mapping[str, Any], out: Path) -> list[str]:
+def make_mixture(source: Mapping[str, Any], out: Path) -> list[str]:
     """Make the checkpoint. Returns the warnings."""
     return [warning.what for warning in moe(source, out).warnings]
 
@@ -128,12 +128,12 @@ def mixture(dense: Dense, architecture: str, name: str, shared: bool, out: Path,
     """Four experts, all the base or of three seeds. If they are alike the whole puts out what the base does."""
     halves = shared and architecture != "qwen2_moe"
     seeds = (0, 0, 0, 0) if alike else (0, 1, 2, 1)
-    more = {"residual_scale": 0.5} if halves else {}
+    options = {"residual_scale": 0.5} if halves else {}
     source = recipe(dense(name), architecture=architecture, experts_per_token=per_token)
-    source["experts"] = [{"source_model": str(dense(name, seed)), **more} for seed in seeds]
+    source["experts"] = [{"source_model": str(dense(name, seed)), **options} for seed in seeds]
     if shared:
         source["shared_experts"] = [{"source_model": str(dense(name)), "residual_scale": 0.5 if halves else 0}]
-    made(source, out)
+    make_mixture(source, out)
     return out
 
 
@@ -151,14 +151,14 @@ TOKENS = torch.from_numpy(np.random.default_rng(0).integers(3, 64, (2, 24)))
 def logits(folder: Path) -> torch.Tensor:
     """Of `TOKENS`, float32 [2, 24, 64]. The arithmetic is float32 too, so that only the stored numbers count."""
     with torch.no_grad():
-        found: torch.Tensor = load(folder)(TOKENS).logits
-    return found
+        predicted: torch.Tensor = load(folder)(TOKENS).logits
+    return predicted
 
 
 def config_of(folder: Path) -> dict[str, Any]:
     """config.json."""
-    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return found
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
 
 
 def edit_config(folder: Path, out: Path, edit: Any) -> Path:

@@ -118,10 +118,10 @@ def shuffled(expert: Expert, seed: int) -> Expert:
     return {**{part: value[order] for part, value in expert.items() if part not in columns}, **columns}
 
 
-def store(folder: Path, how: str, listed: list[Expert], **more: np.ndarray) -> Path:
+def store(folder: Path, how: str, listed: list[Expert], **keys: np.ndarray) -> Path:
     """A checkpoint of one layer with these experts; without biases, but for `paired`."""
     random = np.random.default_rng(99)
-    tensors = {f"{BLOCK}gate.weight": random.standard_normal((len(listed), HIDDEN)).astype(BF16), **more}
+    tensors = {f"{BLOCK}gate.weight": random.standard_normal((len(listed), HIDDEN)).astype(BF16), **keys}
     if how == "own":
         for e, expert in enumerate(listed):
             tensors |= {f"{BLOCK}experts.{e}.{part}_proj.weight": expert[part] for part in ("gate", "up", "down")}
@@ -140,9 +140,9 @@ def store(folder: Path, how: str, listed: list[Expert], **more: np.ndarray) -> P
     return write_checkpoint(folder, tensors, config(len(listed), model_type=STORED[how]))
 
 
-def config(n: int = E, **more: Any) -> dict[str, Any]:
+def config(n: int = E, **keys: Any) -> dict[str, Any]:
     """config.json of such a checkpoint."""
-    return {"num_hidden_layers": 1, "hidden_size": HIDDEN, "num_experts": n, "num_experts_per_tok": 1, **more}
+    return {"num_hidden_layers": 1, "hidden_size": HIDDEN, "num_experts": n, "num_experts_per_tok": 1, **keys}
 
 
 def stored(folder: Path, how: str) -> list[Expert]:
@@ -151,15 +151,15 @@ def stored(folder: Path, how: str) -> list[Expert]:
     if how == "own":
         n = len({name.split(".")[0] for name in tensors if name[0].isdecimal()})
         return [{part: tensors[f"{e}.{part}_proj.weight"] for part in ("gate", "up", "down")} for e in range(n)]
-    found = []
+    matrices = []
     for e, (both, down) in enumerate(zip(tensors["gate_up_proj"], tensors["down_proj"], strict=True)):
         rows = both if how == "fused" else both.T
         gate, up = (rows[::2], rows[1::2]) if how == "paired" else (rows[:NEURONS], rows[NEURONS:])
-        found.append({"gate": gate, "up": up, "down": down if how == "fused" else down.T})
+        matrices.append({"gate": gate, "up": up, "down": down if how == "fused" else down.T})
         if how == "paired":
             biases = tensors["gate_up_proj_bias"][e]
-            found[-1] |= {"gate_bias": biases[::2], "up_bias": biases[1::2], "down_bias": tensors["down_proj_bias"][e]}
-    return found
+            matrices[-1] |= {"gate_bias": biases[::2], "up_bias": biases[1::2], "down_bias": tensors["down_proj_bias"][e]}
+    return matrices
 
 
 def _in_turns(pair: list[np.ndarray]) -> np.ndarray:

@@ -39,12 +39,12 @@ class _Text(c.Structure):
 
 @cache
 def _library() -> Any:
-    found = c.CDLL(str(LIBRARY))
-    found.silent = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)(lambda level, text, data: None)
+    library = c.CDLL(str(LIBRARY))
+    library.silent = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)(lambda level, text, data: None)
     for name in ("llama_log_set", "mtmd_helper_log_set"):
-        getattr(found, name)(found.silent, None)
-    found.llama_backend_init()
-    return found
+        getattr(library, name)(library.silent, None)
+    library.llama_backend_init()
+    return library
 
 
 def _call(name: str, result: Any, *arguments: tuple[Any, Any]) -> Any:
@@ -79,17 +79,17 @@ def _embeddings(model: Path, mmproj: Path, image: npt.NDArray[np.uint8], width: 
     chunks, text = _call("mtmd_input_chunks_init", pointer), _Text(_call("mtmd_default_marker", c.c_char_p), False, True)
     inputs = [(pointer, context), (pointer, chunks), (pointer, c.addressof(text)), (pointer, c.addressof(bitmaps))]
     assert _call("mtmd_tokenize", c.c_int32, *inputs, (c.c_size_t, 1)) == 0
-    found = []
+    vectors = []
     for i in range(_call("mtmd_input_chunks_size", c.c_size_t, (pointer, chunks))):
         chunk = (pointer, _call("mtmd_input_chunks_get", pointer, (pointer, chunks), (c.c_size_t, i)))
         if _call("mtmd_input_chunk_get_type", c.c_int, chunk) == _IMAGE:
             assert _call("mtmd_encode_chunk", c.c_int32, (pointer, context), chunk) == 0
             tokens = _call("mtmd_input_chunk_get_n_tokens", c.c_size_t, chunk)
             values = _call("mtmd_get_output_embd", c.POINTER(c.c_float), (pointer, context))
-            found.append(np.ctypeslib.as_array(values, (tokens, width)).copy())
+            vectors.append(np.ctypeslib.as_array(values, (tokens, width)).copy())
     _call("mtmd_free", None, (pointer, context))
     _call("llama_model_free", None, (pointer, loaded))
-    return found[-1]
+    return vectors[-1]
 
 
 if __name__ == "__main__":

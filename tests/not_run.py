@@ -25,8 +25,8 @@ def missing(reasons: Iterable[str]) -> Counter[str]:
     >>> missing(["needs vLLM: WEIGHTSMITH_VLLM", "needs vLLM", "could not import 'ray': …", "not for vectors"])
     Counter({'vLLM': 2, 'ray': 1})
     """
-    found = (_REASON.match(reason.removeprefix("Skipped: ")) for reason in reasons)
-    return Counter(next(filter(None, match.groups())) for match in found if match)
+    matches = (_REASON.match(reason.removeprefix("Skipped: ")) for reason in reasons)
+    return Counter(next(filter(None, match.groups())) for match in matches if match)
 
 
 def last_line(reasons: Iterable[str], *, is_first_ring: bool = False) -> str:

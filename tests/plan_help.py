@@ -37,7 +37,7 @@ def decoder(
     head: bool = True,
     prefix: str = "model.",
     dtype: Any = BF16,
-    more: Mapping[str, tuple[int, ...]] | None = None,
+    extra: Mapping[str, tuple[int, ...]] | None = None,
     without: Iterable[str] = (),
 ) -> dict[str, np.ndarray]:
     """Tensors of a Llama-like model.
@@ -53,12 +53,12 @@ def decoder(
     shapes[f"{prefix}norm.weight"] = (4,)
     if head:
         shapes["lm_head.weight"] = (vocab, 4)
-    shapes |= more or {}
+    shapes |= extra or {}
     rng = np.random.default_rng(seed)
     return {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items() if name not in set(without)}
 
 
-def config(layers: int = 2, **more: Any) -> dict[str, Any]:
+def config(layers: int = 2, **keys: Any) -> dict[str, Any]:
     """Its config.json."""
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -67,7 +67,7 @@ def config(layers: int = 2, **more: Any) -> dict[str, Any]:
         "vocab_size": 8,
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
-        **more,
+        **keys,
     }
 
 
@@ -119,9 +119,9 @@ def problems(recipe: str | Mapping[str, Any], **options: Any) -> tuple[Weightsmi
 
 def only(recipe: str | Mapping[str, Any], **options: Any) -> WeightsmithError:
     """The single problem of a recipe."""
-    found = problems(recipe, **options)
-    assert len(found) == 1, "\n".join(map(str, found))
-    return found[0]
+    errors = problems(recipe, **options)
+    assert len(errors) == 1, "\n".join(map(str, errors))
+    return errors[0]
 
 
 def sources(p: Plan) -> dict[str, list[tuple[int, str]]]:

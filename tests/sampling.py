@@ -13,4 +13,4 @@ def sampled(
 ) -> list[Any]:
     """Parameters; those that are not in the sample have the mark `others`. name: of one, for its id"""
     mark = getattr(pytest.mark, others)
-    return [pytest.param(each, marks=() if each in sample else mark, id=name(each)) for each in values]
+    return [pytest.param(value, marks=() if value in sample else mark, id=name(value)) for value in values]

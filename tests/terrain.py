@@ -64,11 +64,11 @@ def weights_of(data: bytearray) -> Weights:
 
 def images(data: bytearray, weights: Mapping[str, npt.NDArray[np.float32]], folder: Path) -> npt.NDArray[np.float64]:
     """Four images, [4, 128, 128], that the model of an ONNX file paints with other weights."""
-    made = bytearray(data)
-    for name, shape, raw in _stored(made):
+    copied = bytearray(data)
+    for name, shape, raw in _stored(copied):
         assert weights[name].shape == tuple(shape)
         raw[:] = weights[name].astype("<f4").tobytes()
-    (folder / "model.onnx").write_bytes(made)
+    (folder / "model.onnx").write_bytes(copied)
     command = [Path(ENV) / "bin" / "python", "-c", _SCRIPT, folder / "model.onnx", folder / "images.npy"]
     subprocess.run(command, check=True)
     painted: npt.NDArray[np.float64] = np.load(folder / "images.npy")[:, 0].astype(np.float64)

@@ -60,13 +60,13 @@ def file_of() -> Text:
 def files(file_of: Text, monkeypatch: pytest.MonkeyPatch) -> Page:
     """Makes a module of the first Python block of a page."""
 
-    def made(page: str, name: str) -> types.ModuleType:
+    def imported(page: str, name: str) -> types.ModuleType:
         module = types.ModuleType(name)
         monkeypatch.setitem(sys.modules, name, module)
         exec(compile(file_of(page), page, "exec"), module.__dict__)
         return module
 
-    return made
+    return imported
 
 
 @pytest.mark.slow
@@ -157,21 +157,21 @@ def test_a_statistic_of_an_installed_package(file_of: Text, tmp_path: Path) -> N
     from tests.calibration_help import settings
     from weightsmith._activations.model import array_name
 
-    recipe, given = models_of(tmp_path), settings(tmp_path)
+    recipe, quantize_settings = models_of(tmp_path), settings(tmp_path)
     text = file_of("adding-a-statistic.md")
-    whole, modules = Whole(tmp_path / "b", given), ("self_attn.k_proj", "mlp.down_proj")
+    whole, modules = Whole(tmp_path / "b", quantize_settings), ("self_attn.k_proj", "mlp.down_proj")
     identities = []
     for number, code in enumerate((f"{text}\n# another", text)):
         with (
             installed(tmp_path / f"site{number}", "mean_abs = mean_abs:STATISTIC", group="statistics", mean_abs=code),
             prepare(recipe) as prepared,
         ):
-            [request] = requests_for(prepared, given, ("mean_abs",), 1)
+            [request] = requests_for(prepared, quantize_settings, ("mean_abs",), 1)
             asked = with_statistics(prepared, [request])
             identities.append(work_identity(asked.plan, asked.inputs, "cpu"))
-            found = computed(asked) if number else {}
+            arrays = computed(asked) if number else {}
             for name in [f"model.layers.1.{module}" for module in modules if number]:
-                assert_near(found[array_name(request, f"{name}.weight")], whole.entering(name).abs().mean(0))
+                assert_near(arrays[array_name(request, f"{name}.weight")], whole.entering(name).abs().mean(0))
     assert identities[0] != identities[1]
 
 
@@ -186,15 +186,15 @@ def int8_rows(files: Page) -> types.ModuleType:
 class TestThePagesFormat(StoredFormatTests):
     @pytest.fixture
     def stored_format(self, int8_rows: types.ModuleType) -> StoredFormat:
-        found: StoredFormat = int8_rows.FORMAT
-        return found
+        plugin_format: StoredFormat = int8_rows.FORMAT
+        return plugin_format
 
 
 class TestThePagesEncoding(EncodingTests):
     @pytest.fixture
     def encoding(self, int8_rows: types.ModuleType) -> Encoding:
-        found: Encoding = int8_rows.FORMAT.encodings[0]
-        return found
+        plugin_encoding: Encoding = int8_rows.FORMAT.encodings[0]
+        return plugin_encoding
 
 
 @pytest.mark.slow
@@ -291,9 +291,9 @@ def test_an_expert_layout_of_an_installed_package(file_of: Text, tmp_path: Path)
     toy, plain = (load_file(tmp_path / name / "model.safetensors") for name in ("toy", "mixtral"))
     renamed = {"gate": "toy.router", "experts": "toy.experts", "w1": "gate", "w2": "down", "w3": "up"}
     for name, tensor in plain.items():
-        head, found, tail = name.partition("block_sparse_moe.")
+        head, middle, tail = name.partition("block_sparse_moe.")
         tail = ".".join(renamed.get(part, part) for part in tail.split("."))
-        assert toy.pop(head + tail if found else name).tobytes() == tensor.tobytes()
+        assert toy.pop(head + tail if middle else name).tobytes() == tensor.tobytes()
     assert not toy
 
 

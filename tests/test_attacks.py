@@ -37,10 +37,10 @@ def test_killed_merges_have_the_bytes_of_undisturbed_ones(attacks: ModuleType, i
     replacing = attacks.Command("replacing", [("merge", "ties.yml", "OUT", "--overwrite")], ("merge", "linear.yml", "OUT"))
     kills = 0
     for command in (attacks.Command("new", [("merge", "ties.yml", "OUT")]), replacing):
-        wanted = attacks.undisturbed(command, inputs, tmp_path / command.name)
-        assert "model.safetensors" in wanted.after
+        expected = attacks.undisturbed(command, inputs, tmp_path / command.name)
+        assert "model.safetensors" in expected.after
         kills += sum(
-            attacks.kill_case(command, inputs, tmp_path / f"{command.name}-{seed}", wanted, random.Random(seed))
+            attacks.kill_case(command, inputs, tmp_path / f"{command.name}-{seed}", expected, random.Random(seed))
             for seed in (1, 2)
         )
     assert kills > 0
@@ -49,10 +49,10 @@ def test_killed_merges_have_the_bytes_of_undisturbed_ones(attacks: ModuleType, i
 @pytest.mark.slow
 def test_other_bytes_and_files_left_beside_the_output_are_noticed(attacks: ModuleType, inputs: Path, tmp_path: Path) -> None:
     command = attacks.Command("new", [("merge", "linear.yml", "OUT")])
-    wanted = attacks.undisturbed(command, inputs, tmp_path / "first")
+    expected = attacks.undisturbed(command, inputs, tmp_path / "first")
     (tmp_path / "first" / "left").touch()
     with pytest.raises(attacks.Failure, match="left beside OUT: left"):
         attacks._check_alone(tmp_path / "first")
-    wanted.after["model.safetensors"] = "0"
+    expected.after["model.safetensors"] = "0"
     with pytest.raises(attacks.Failure, match=r"model\.safetensors \(other bytes\)"):
-        attacks.kill_case(command, inputs, tmp_path / "second", wanted, random.Random(1))
+        attacks.kill_case(command, inputs, tmp_path / "second", expected, random.Random(1))

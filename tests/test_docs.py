@@ -74,8 +74,8 @@ class Block:
     @property
     def name(self) -> str:
         """File name in the first line, or an empty string."""
-        found = re.match(r"# ([\w-]+\.(?:yml|py))\b", self.text)
-        return found[1] if found else ""
+        match = re.match(r"# ([\w-]+\.(?:yml|py))\b", self.text)
+        return match[1] if match else ""
 
     @property
     def wrong(self) -> bool:
@@ -346,9 +346,9 @@ def _in_bash(folder: Path, command: str, env: Mapping[str, str]) -> tuple[str, s
         program = folder / ".bin" / name
         program.write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments}"$@"\n')
         program.chmod(0o755)
-    own = {"PATH": f"{program.parent}:{env['PATH']}", "PYTHONPATH": f"{program.parent}:{env['PYTHONPATH']}"}
+    variables = {"PATH": f"{program.parent}:{env['PATH']}", "PYTHONPATH": f"{program.parent}:{env['PYTHONPATH']}"}
     done = subprocess.run(
-        ["bash", "-c", command], cwd=folder, env={**env, "PYTHONWARNINGS": "error", **own},
+        ["bash", "-c", command], cwd=folder, env={**env, "PYTHONWARNINGS": "error", **variables},
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     return done.stdout, done.stderr
@@ -391,11 +391,11 @@ def test_what_a_page_shows_is_what_the_commands_print(page: Path, folder: Path) 
 
 def write_examples(blocks: list[Block], folder: Path) -> dict[str, Block]:
     """Each block of Python as a file; the blocks by file name."""
-    found = {block.name or f"{block.page.stem.replace('-', '_').lower()}_{block.line}.py": block for block in blocks}
-    for name, block in found.items():
+    examples = {block.name or f"{block.page.stem.replace('-', '_').lower()}_{block.line}.py": block for block in blocks}
+    for name, block in examples.items():
         (folder / name).write_text(block.text)
-    assert len(found) == len(blocks)
-    return found
+    assert len(examples) == len(blocks)
+    return examples
 
 
 def type_errors(folder: Path) -> list[str]:
@@ -419,12 +419,12 @@ def type_errors(folder: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_every_example_in_python_passes_a_strict_type_checker(tmp_path: Path) -> None:
-    found = write_examples(of_language("python"), tmp_path)
-    assert len(found) > 10
+    examples = write_examples(of_language("python"), tmp_path)
+    assert len(examples) > 10
     (tmp_path / "wrong.py").write_text("import weightsmith\n\nweightsmith.open_checkpoint(3)\n")
     wrong, *errors = sorted(type_errors(tmp_path), key=lambda line: not line.startswith("wrong.py:3: error: Argument 1"))
     assert wrong.startswith("wrong.py:3: error: Argument 1")
-    assert errors == [], {name: str(block) for name, block in found.items()}
+    assert errors == [], {name: str(block) for name, block in examples.items()}
 
 
 def test_a_page_that_shows_something_else_is_found() -> None:
@@ -587,12 +587,12 @@ def edit(page: Path, old: str, new: str) -> None:
 @pytest.mark.slow
 def test_a_generated_page_that_was_edited_missing_or_left_over_is_found(pages: Path) -> None:
     script = docs_script()
-    found = script.pages()
-    assert {what for _, what in script.stale(found)} == {"is missing"}
-    for path, text in found.items():
+    texts = script.pages()
+    assert {what for _, what in script.stale(texts)} == {"is missing"}
+    for path, text in texts.items():
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
-    assert list(script.stale(found)) == []
+    assert list(script.stale(texts)) == []
     edit(pages / "moe-layouts.md", "## Names on disk", "## Names")
     edit(pages / "recipe.md", "in one YAML file", "in a YAML file")
     edit(pages / "recipe.md", "<!-- keys of path:end -->", "| `more` | text | | More. |\n<!-- keys of path:end -->")
@@ -680,14 +680,14 @@ def package_of(file: Path) -> str:
 
 def arrows() -> dict[str, set[str]]:
     """The packages that each package imports, wherever in a file."""
-    found: dict[str, set[str]] = {package: set() for package in PACKAGES}
+    uses: dict[str, set[str]] = {package: set() for package in PACKAGES}
     for file in SOURCES:
         for module in imports(file):
-            if (own := package_of(file)) and module.startswith("weightsmith.") and module != "weightsmith._version":
+            if (owner := package_of(file)) and module.startswith("weightsmith.") and module != "weightsmith._version":
                 name = module.split(".")[1]
-                assert name in PACKAGES or own == "_app", f"{file} uses {module}, a public name"
-                found[own] |= {name} & {*PACKAGES} - {"plugin"}  # which names parts of the others
-    return {package: others - {package} for package, others in found.items()}
+                assert name in PACKAGES or owner == "_app", f"{file} uses {module}, a public name"
+                uses[owner] |= {name} & {*PACKAGES} - {"plugin"}  # which names parts of the others
+    return {package: others - {package} for package, others in uses.items()}
 
 
 def test_the_packages_are_those_of_the_table() -> None:
@@ -705,9 +705,9 @@ def test_each_package_imports_only_packages_above_it() -> None:
 @pytest.mark.slow
 def test_packages_stand_on_few_levels() -> None:
     levels: dict[str, int] = {}
-    found = arrows()
+    uses = arrows()
     for package in PACKAGES:
-        levels[package] = 1 + max((levels[other] for other in found[package]), default=0)
+        levels[package] = 1 + max((levels[other] for other in uses[package]), default=0)
     assert max(levels.values()) <= 12, levels
 
 
@@ -745,16 +745,16 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     names = {".".join(f.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__"): f for f in SOURCES}
     graph = {}
     for name, file in names.items():
-        found = set()
+        imported = set()
         for node in statements(file):
             if isinstance(node, ast.ImportFrom) and node.module:  # of a package, the modules that are taken from it
                 inner = {f"{node.module}.{alias.name}" for alias in node.names}
-                found |= inner & names.keys() or {node.module}
+                imported |= inner & names.keys() or {node.module}
         # The package itself names its public functions, and loads them when they are first used.
-        graph[name] = (found & names.keys()) - {name, "weightsmith"}
+        graph[name] = (imported & names.keys()) - {name, "weightsmith"}
     # A circle has no module that imports none of the others, and none that no other imports.
-    while leaves := {name for name, found in graph.items() if not found & graph.keys()}:
-        graph = {name: found for name, found in graph.items() if name not in leaves}
-    while outer := graph.keys() - {m for found in graph.values() for m in found}:
-        graph = {name: found for name, found in graph.items() if name not in outer}
-    assert not graph, {name: sorted(found & graph.keys()) for name, found in graph.items()}
+    while leaves := {name for name, imports in graph.items() if not imports & graph.keys()}:
+        graph = {name: imports for name, imports in graph.items() if name not in leaves}
+    while outer := graph.keys() - {m for imports in graph.values() for m in imports}:
+        graph = {name: imports for name, imports in graph.items() if name not in outer}
+    assert not graph, {name: sorted(imports & graph.keys()) for name, imports in graph.items()}

@@ -30,16 +30,16 @@ def test_{name}(made, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_run_leaves_the_folders_of_failed_tests_alone(tmp_path: Path, workers: int) -> None:
-    tests, left = tmp_path / "tests", tmp_path / "left"
+    tests, kept = tmp_path / "tests", tmp_path / "left"
     tests.mkdir()
-    left.mkdir()
+    kept.mkdir()
     for name, passes in (("good", True), ("bad", False)):
         (tests / f"test_{name}.py").write_text(TESTS.format(name=name, passes=passes))
     (tests / "pytest.ini").write_text("[pytest]\ntmp_path_retention_policy = failed\n")
     command = [sys.executable, "-m", "pytest", "-q", "-n", str(workers), "-p", "tests.folders", "-p", "no:cacheprovider"]
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")} | {"TMPDIR": str(left)}
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")} | {"TMPDIR": str(kept)}
     ran = subprocess.run(
         [*command, "-c", tests / "pytest.ini", tests], cwd=ROOT, env=env, capture_output=True, text=True, check=False
     )
     assert "1 failed, 1 passed" in ran.stdout
-    assert {path.parent.name for path in left.rglob("*") if path.is_file() and path.name in "xy"} == {"of-bad0", "test_bad0"}
+    assert {path.parent.name for path in kept.rglob("*") if path.is_file() and path.name in "xy"} == {"of-bad0", "test_bad0"}

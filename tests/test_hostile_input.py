@@ -160,11 +160,11 @@ def test_what_is_no_file_is_never_waited_for(here: Path, kind: str) -> None:
 
     for name in ("recipe.yml", "plan.json", "own.py", "a/tokenizer.json"):
         put(name)
-    own = {"merge_method": "./own.py:f", "models": [{"model": "b"}]}
+    document = {"merge_method": "./own.py:f", "models": [{"model": "b"}]}
     assert "recipe.yml" in refusal(lambda: weightsmith.plan("recipe.yml"))
     assert f"not a regular file, but a {kind}" in refusal(lambda: weightsmith.run("plan.json", "out"))
     assert f"own.py, cannot be read: not a regular file, but a {kind}" in refusal(
-        lambda: weightsmith.plan(own, allow_code=True)
+        lambda: weightsmith.plan(document, allow_code=True)
     )
     assert f"a/tokenizer.json: not a regular file, but a {kind}" in refusal(lambda: weightsmith.merge(LINEAR, "out"))
 
@@ -366,8 +366,8 @@ def test_no_home_and_no_such_user(here: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     weightsmith.merge(LINEAR, "out", fsync=False)
     assert "'~/out' is in a home folder that does not exist" in refusal(lambda: weightsmith.merge(LINEAR, "~/out"))
-    own = {"merge_method": "~/own.py:f", "models": [{"model": "b"}]}
-    assert "cannot be read: no such file" in refusal(lambda: weightsmith.plan(own, allow_code=True))
+    document = {"merge_method": "~/own.py:f", "models": [{"model": "b"}]}
+    assert "cannot be read: no such file" in refusal(lambda: weightsmith.plan(document, allow_code=True))
     assert {path.name for path in here.iterdir()} == {"a", "b", "out"}
 
 

@@ -10,19 +10,19 @@ from tests import made_once, zoo
 
 
 @pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+def built_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Where models are made; none is kept yet."""
     monkeypatch.setattr(made_once, "KEPT", tmp_path / "kept")
     return []
 
 
 def test_a_model_is_made_once_for_the_same_versions_question_and_code(
-    tmp_path: Path, made: list[Path], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, built_folders: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def make(folder: Path) -> None:
         folder.mkdir(parents=True)
-        (folder / "config.json").write_text(str(len(made)))
-        made.append(folder)
+        (folder / "config.json").write_text(str(len(built_folders)))
+        built_folders.append(folder)
 
     source = tmp_path / "source.py"
 
@@ -37,7 +37,7 @@ def test_a_model_is_made_once_for_the_same_versions_question_and_code(
     assert len([*(tmp_path / "kept").iterdir()]) == 4
 
 
-def test_a_kept_model_is_the_one_that_is_made(tmp_path: Path, made: list[Path]) -> None:
+def test_a_kept_model_is_the_one_that_is_made(tmp_path: Path, built_folders: list[Path]) -> None:
     first, second = (zoo.save("llama", tmp_path / name, 3) for name in "ab")
     other = zoo.save("llama", tmp_path / "c", 4)
     weights = [(folder / "model.safetensors").read_bytes() for folder in (first, second, other)]

@@ -275,8 +275,8 @@ def test_what_a_merge_made_can_be_merged_again(here: Path) -> None:
     listed = [{"model": "first", "parameters": {"weight": 1}}, {"model": "a", "parameters": {"weight": 1}}]
     second = weightsmith.merge({"merge_method": "linear", "models": listed}, "second", fsync=False)
     assert "tokenizer.json" in second.plan.carried
-    own = [(here / done.out / "weightsmith.json").read_text() for done in (first, second)]
-    assert own[0] != own[1], "the manifest is the second merge's own"
+    manifests = [(here / done.out / "weightsmith.json").read_text() for done in (first, second)]
+    assert manifests[0] != manifests[1], "the manifest is the second merge's own"
     assert (here / "second" / "recipe.yml").read_text() != (here / "first" / "recipe.yml").read_text()
 
 

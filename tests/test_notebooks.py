@@ -38,8 +38,8 @@ for number, source in enumerate(cells, 1):
 
 
 def cells(notebook: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
-    return found
+    listed: list[dict[str, Any]] = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    return listed
 
 
 def run(code: list[str], tmp_path: Path, folder: Path = FOLDER) -> Ran:
@@ -55,7 +55,9 @@ def run(code: list[str], tmp_path: Path, folder: Path = FOLDER) -> Ran:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("notebook", [each for each in NOTEBOOKS if each != FROM_HUB], ids=lambda notebook: notebook.stem)
+@pytest.mark.parametrize(
+    "notebook", [notebook for notebook in NOTEBOOKS if notebook != FROM_HUB], ids=lambda notebook: notebook.stem
+)
 def test_a_notebook_runs(notebook: Path, tmp_path: Path) -> None:
     if "lora" in notebook.stem:
         pytest.importorskip("torch")

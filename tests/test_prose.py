@@ -18,8 +18,8 @@ def script() -> ModuleType:
     return load(ROOT / "scripts" / "prose.py")
 
 
-def found(text: str) -> list[str]:
-    return [each.found.strip() for each in script().problems(script().Text("a.md", 1, text))]
+def phrases(text: str) -> list[str]:
+    return [problem.phrase.strip() for problem in script().problems(script().Text("a.md", 1, text))]
 
 
 @pytest.mark.parametrize(
@@ -46,36 +46,36 @@ def found(text: str) -> list[str]:
     ],
 )
 def test_a_phrase_that_reads_as_translated_is_found(text: str, phrase: str) -> None:
-    assert phrase.lower() in [each.lower() for each in found(text)]
+    assert phrase.lower() in [match.lower() for match in phrases(text)]
 
 
 def test_a_long_sentence_is_found_and_two_short_ones_are_not() -> None:
     words = "word " * 20
-    assert len(found(f"{words}and {words}end.")) == 1
-    assert found(f"{words}end. And {words}end.") == []
+    assert len(phrases(f"{words}and {words}end.")) == 1
+    assert phrases(f"{words}end. And {words}end.") == []
 
 
 def test_code_and_addresses_are_not_read() -> None:
-    assert found("Use `--stream-cache`, and [the page](what-travels.md).") == []
-    assert found("`if not given` is a phrase.") == []
-    assert found("--quantize FORMAT, or weightsmith quantize --list") == []
-    assert found(f"{'name, ' * 31}last") == []
-    assert len(found(f"{'name, ' * 31}and quantize")) == 2
+    assert phrases("Use `--stream-cache`, and [the page](what-travels.md).") == []
+    assert phrases("`if not given` is a phrase.") == []
+    assert phrases("--quantize FORMAT, or weightsmith quantize --list") == []
+    assert phrases(f"{'name, ' * 31}last") == []
+    assert len(phrases(f"{'name, ' * 31}and quantize")) == 2
 
 
 def test_a_page_is_read_by_paragraph_entry_and_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script(), "ROOT", tmp_path)
     page = tmp_path / "a.md"
     page.write_text("# Title\n\nTwo\nlines.\n\n* One\n  entry.\n* Two.\n\n| a | b |\n\n```text\nif not given\n```\n")
-    texts = [(each.line, each.text) for each in script().page_texts(page)]
+    texts = [(part.line, part.text) for part in script().page_texts(page)]
     assert texts == [(1, "Title"), (3, "Two lines."), (6, "One entry."), (8, "Two."), (10, "a"), (10, "b")]
 
 
 @pytest.mark.slow
 def test_messages_help_texts_and_public_docstrings_are_read() -> None:
     texts = list(script().source_texts())
-    places = {each.place for each in texts}
+    places = {part.place for part in texts}
     assert "src/weightsmith/_execution/options.py" in places
-    assert any(each.text == "Number of threads" for each in texts), "a help text"
-    assert any("no such folder or file" in each.text for each in texts), "a message"
-    assert any(each.text.startswith("Merge checkpoints into a new folder") for each in texts), "a docstring"
+    assert any(part.text == "Number of threads" for part in texts), "a help text"
+    assert any("no such folder or file" in part.text for part in texts), "a message"
+    assert any(part.text.startswith("Merge checkpoints into a new folder") for part in texts), "a docstring"

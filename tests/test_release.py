@@ -109,17 +109,17 @@ def instructions() -> list[tuple[str, str]]:
 
 
 def test_the_image_is_slim_pinned_and_not_run_as_root() -> None:
-    found = instructions()
-    bases = [rest.split()[0] for word, rest in found if word == "FROM"]
+    lines = instructions()
+    bases = [rest.split()[0] for word, rest in lines if word == "FROM"]
     assert len(bases) == 2  # what builds is not in the image
     assert all(re.fullmatch(r"python:3\.\d+-slim", base) for base in bases)
-    assert {word for word, _ in found} <= {"FROM", "ARG", "WORKDIR", "COPY", "RUN", "ENV", "USER", "ENTRYPOINT", "CMD"}
-    last = max(place for place, (word, _) in enumerate(found) if word == "FROM")
-    final = dict(found[last:])
+    assert {word for word, _ in lines} <= {"FROM", "ARG", "WORKDIR", "COPY", "RUN", "ENV", "USER", "ENTRYPOINT", "CMD"}
+    last = max(place for place, (word, _) in enumerate(lines) if word == "FROM")
+    final = dict(lines[last:])
     assert final["USER"] not in ("root", "0")
-    assert [word for word, _ in found].index("USER") > max(i for i, (word, _) in enumerate(found) if word == "RUN")
+    assert [word for word, _ in lines].index("USER") > max(i for i, (word, _) in enumerate(lines) if word == "RUN")
     assert final["ENTRYPOINT"] == '["weightsmith"]'
-    for word, rest in found:
+    for word, rest in lines:
         assert word != "RUN" or "pip install" not in rest or "--no-cache-dir" in rest
         assert not re.search(r"(TOKEN|SECRET|PASSWORD)", rest)
 
@@ -151,9 +151,9 @@ def test_the_action_has_what_github_reads_and_no_input_in_a_script() -> None:
         assert "${{" not in step.get("run", "")
     used = set(re.findall(r"inputs\.([\w-]+)", (ROOT / "action.yml").read_text()))
     assert used == set(action["inputs"])
-    for each in action["inputs"].values():
-        assert each["description"]
-        assert each.get("required") or isinstance(each["default"], str)
+    for definition in action["inputs"].values():
+        assert definition["description"]
+        assert definition.get("required") or isinstance(definition["default"], str)
 
 
 def test_the_script_of_the_action_merges(tmp_path: Path) -> None:
@@ -197,8 +197,8 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
     project.mkdir(parents=True)
     isolated = [] if importlib.util.find_spec("hatchling") is None else ["--no-build-isolation"]
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", *isolated, "--wheel-dir", project, ROOT]
-    made = subprocess.run(command, capture_output=True, text=True)
-    assert made.returncode == 0, made.stderr
+    finished = subprocess.run(command, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
     (built,) = project.glob("*.whl")
     (project / "index.html").write_text(f'<a href="{built.name}">{built.name}</a>')
     return folder
@@ -235,7 +235,7 @@ def test_the_wheel_installs_by_name_and_runs(index: Path, tmp_path: Path, name: 
     manual = next((tmp_path / name).rglob("share/man/man1/weightsmith.1"))
     assert manual.read_text() == (ROOT / "man/weightsmith.1").read_text()
     # What it depends on is taken from here.
-    paths = [str(each) for each in tmp_path.glob("uv" if name == "uv" else "pip")]
+    paths = [str(path) for path in tmp_path.glob("uv" if name == "uv" else "pip")]
     env["PYTHONPATH"] = os.pathsep.join([*paths, sysconfig.get_paths()["purelib"]])
     ran = subprocess.run([program.resolve(), "--version"], env=env, capture_output=True, text=True, cwd=tmp_path)
     assert (ran.returncode, ran.stdout) == (0, f"weightsmith {weightsmith.__version__}\n"), ran.stderr

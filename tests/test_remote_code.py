@@ -76,9 +76,9 @@ def test_code_of_a_model_is_neither_run_nor_asked_about(
     for name in ("configuration_mine", "modeling_mine", "tokenization_mine"):
         (model / f"{name}.py").write_text(f"open({str(marks[0])!r}, 'w')\n")
     config = json.loads((model / "config.json").read_text())
-    own = {"AutoConfig": "configuration_mine.C", "AutoModelForCausalLM": "modeling_mine.M", "AutoModel": "modeling_mine.M"}
+    classes = {"AutoConfig": "configuration_mine.C", "AutoModelForCausalLM": "modeling_mine.M", "AutoModel": "modeling_mine.M"}
     own_tokenizer = {"AutoTokenizer": ["tokenization_mine.T", "tokenization_mine.T"]}
-    config |= {"model_type": model_type, "auto_map": own | own_tokenizer}
+    config |= {"model_type": model_type, "auto_map": classes | own_tokenizer}
     (model / "config.json").write_text(json.dumps(config))
     (model / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "T", "auto_map": own_tokenizer}))
 

@@ -61,7 +61,7 @@ WITHOUT_ANSWER = ("zzzzqqq", "how do I")
 
 
 @cache
-def found() -> dict[str, list[str]]:
+def search_results() -> dict[str, list[str]]:
     """The addresses of the first three sections that the search finds, for each query."""
     node = shutil.which("node")
     if node is None:
@@ -81,12 +81,12 @@ def found() -> dict[str, list[str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("query", ANSWERS)
 def test_the_search_finds_the_section_that_answers(query: str) -> None:
-    assert ANSWERS[query] in found()[query]
+    assert ANSWERS[query] in search_results()[query]
 
 
 @pytest.mark.parametrize("query", WITHOUT_ANSWER)
 def test_the_search_finds_nothing_for_nothing(query: str) -> None:
-    assert found()[query] == []
+    assert search_results()[query] == []
 
 
 def test_the_site_loads_nothing_from_other_places() -> None:
@@ -165,4 +165,4 @@ def test_the_picture_on_the_first_screen_shows_the_numbers_of_the_table() -> Non
     assert re.findall(r">([\d.]+ s)<", picture) == [copied, ours, theirs]
     widths = [float(width) for width in re.findall(r'<rect [^>]*width="([\d.]+)"', picture)]
     seconds = [float(text.split()[0]) for text in (copied, ours, theirs)]
-    assert widths == pytest.approx([520 * each / seconds[2] for each in seconds], abs=0.1)
+    assert widths == pytest.approx([520 * duration / seconds[2] for duration in seconds], abs=0.1)

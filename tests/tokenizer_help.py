@@ -29,43 +29,43 @@ SAMPLES = [
 @cache
 def _trained(family: str, text: str, size: int) -> str:
     if family == "byte-level BPE":
-        made = Tokenizer(models.BPE())
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        made.decoder = decoders.ByteLevel()
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         trainer: Any = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
     elif family == "SentencePiece BPE":
         bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
-        made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
-        made.normalizer = normalizers.Replace(" ", "\u2581")
-        made.pre_tokenizer = pre_tokenizers.Split("\u2581", "merged_with_next")
-        made.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+        tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+        tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+        tokenizer.pre_tokenizer = pre_tokenizers.Split("\u2581", "merged_with_next")
+        tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
         trainer = trainers.BpeTrainer(vocab_size=size + 150, special_tokens=["<unk>", *bytes_], show_progress=False)
     elif family == "unigram":
-        made = Tokenizer(models.Unigram())
-        made.pre_tokenizer = pre_tokenizers.Metaspace()
-        made.decoder = decoders.Metaspace()
+        tokenizer = Tokenizer(models.Unigram())
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        tokenizer.decoder = decoders.Metaspace()
         trainer = trainers.UnigramTrainer(vocab_size=120, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False)
     else:
-        made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-        made.normalizer = normalizers.BertNormalizer()
-        made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+        tokenizer.normalizer = normalizers.BertNormalizer()
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         trainer = trainers.WordPieceTrainer(vocab_size=size, special_tokens=["[UNK]"], show_progress=False)
-    made.train_from_iterator([text], trainer)
+    tokenizer.train_from_iterator([text], trainer)
     if family == "SentencePiece BPE":
-        data = json.loads(made.to_str())
+        data = json.loads(tokenizer.to_str())
         data["added_tokens"] = [entry for entry in data["added_tokens"] if not entry["content"].startswith("<0x")]
         return json.dumps(data)
-    return str(made.to_str())
+    return str(tokenizer.to_str())
 
 
 def trained(
     family: str = "byte-level BPE", special: Sequence[str] = ("<s>", "</s>"), *, text: str = TEXT, size: int = 320
 ) -> Tokenizer:
     """A tokenizer of a family; `special` tokens are added at the end."""
-    made = Tokenizer.from_str(_trained(family, text, size))
-    made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    return made
+    tokenizer = Tokenizer.from_str(_trained(family, text, size))
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    return tokenizer
 
 
 def files(tokenizer: Tokenizer, **settings: Any) -> dict[str, bytes]:

@@ -47,13 +47,15 @@ TOKENIZER = {**BYTE_LEVEL, "tokenizer.ggml.tokens": [*BYTE_LEVEL["tokenizer.ggml
 def text(prefix: str, *, norms: tuple[str, ...] = (), bias: bool = False) -> Shapes:
     """The language model: one layer, a tied head."""
     layer = f"{prefix}layers.0."
-    found: Shapes = {f"{prefix}embed_tokens.weight": (TOKENS, WIDTH), f"{prefix}norm.weight": (WIDTH,)}
-    found |= {f"{layer}{norm}.weight": (WIDTH,) for norm in ("input_layernorm", "post_attention_layernorm", *norms)}
-    found |= {f"{layer}self_attn.{each}_proj.weight": (WIDTH, WIDTH) for each in "qo"}
-    found |= {f"{layer}self_attn.{each}_proj.weight": (WIDTH // 2, WIDTH) for each in "kv"}
-    found |= {f"{layer}self_attn.{each}_proj.bias": (WIDTH // (1 if each == "q" else 2),) for each in ("qkv" if bias else "")}
-    found |= {f"{layer}mlp.{each}_proj.weight": (INNER, WIDTH) for each in ("gate", "up")}
-    return found | {f"{layer}mlp.down_proj.weight": (WIDTH, INNER)}
+    shapes: Shapes = {f"{prefix}embed_tokens.weight": (TOKENS, WIDTH), f"{prefix}norm.weight": (WIDTH,)}
+    shapes |= {f"{layer}{norm}.weight": (WIDTH,) for norm in ("input_layernorm", "post_attention_layernorm", *norms)}
+    shapes |= {f"{layer}self_attn.{letter}_proj.weight": (WIDTH, WIDTH) for letter in "qo"}
+    shapes |= {f"{layer}self_attn.{letter}_proj.weight": (WIDTH // 2, WIDTH) for letter in "kv"}
+    shapes |= {
+        f"{layer}self_attn.{letter}_proj.bias": (WIDTH // (1 if letter == "q" else 2),) for letter in ("qkv" if bias else "")
+    }
+    shapes |= {f"{layer}mlp.{part}_proj.weight": (INNER, WIDTH) for part in ("gate", "up")}
+    return shapes | {f"{layer}mlp.down_proj.weight": (WIDTH, INNER)}
 
 
 def module(name: str, *shape: int, bias: bool = True) -> Shapes:
@@ -62,20 +64,20 @@ def module(name: str, *shape: int, bias: bool = True) -> Shapes:
 
 def siglip(prefix: str) -> Shapes:
     """A tower of SigLIP."""
-    found = module(f"{prefix}embeddings.patch_embedding", WIDTH, 3, 8, 8) | module(f"{prefix}post_layernorm", WIDTH)
-    found |= module(f"{prefix}embeddings.position_embedding", 16, WIDTH, bias=False)
+    shapes = module(f"{prefix}embeddings.patch_embedding", WIDTH, 3, 8, 8) | module(f"{prefix}post_layernorm", WIDTH)
+    shapes |= module(f"{prefix}embeddings.position_embedding", 16, WIDTH, bias=False)
     for i in range(LAYERS):
         layer = f"{prefix}encoder.layers.{i}."
-        found |= module(f"{layer}layer_norm1", WIDTH) | module(f"{layer}layer_norm2", WIDTH)
-        found |= module(f"{layer}mlp.fc1", INNER, WIDTH) | module(f"{layer}mlp.fc2", WIDTH, INNER)
-        for each in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            found |= module(f"{layer}self_attn.{each}", WIDTH, WIDTH)
-    return found
+        shapes |= module(f"{layer}layer_norm1", WIDTH) | module(f"{layer}layer_norm2", WIDTH)
+        shapes |= module(f"{layer}mlp.fc1", INNER, WIDTH) | module(f"{layer}mlp.fc2", WIDTH, INNER)
+        for part in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            shapes |= module(f"{layer}self_attn.{part}", WIDTH, WIDTH)
+    return shapes
 
 
 def gemma3() -> Model:
     shapes = text("language_model.model.", norms=("pre_feedforward_layernorm", "post_feedforward_layernorm"))
-    shapes |= {f"language_model.model.layers.0.self_attn.{each}_norm.weight": (8,) for each in "qk"}
+    shapes |= {f"language_model.model.layers.0.self_attn.{letter}_norm.weight": (8,) for letter in "qk"}
     shapes |= siglip("vision_tower.vision_model.") | {"multi_modal_projector.mm_input_projection_weight": (WIDTH, WIDTH)}
     shapes |= {"multi_modal_projector.mm_soft_emb_norm.weight": (WIDTH,)}
     config = {
@@ -89,17 +91,17 @@ def gemma3() -> Model:
 
 
 def pixtral_tower() -> Shapes:
-    found = module("vision_tower.patch_conv", WIDTH, 3, 8, 8, bias=False) | module("vision_tower.ln_pre", WIDTH, bias=False)
+    shapes = module("vision_tower.patch_conv", WIDTH, 3, 8, 8, bias=False) | module("vision_tower.ln_pre", WIDTH, bias=False)
     for i in range(LAYERS):
         layer = f"vision_tower.transformer.layers.{i}."
-        for each in "qkvo":
-            found |= module(f"{layer}attention.{each}_proj", WIDTH, WIDTH, bias=False)
-        for each in ("gate_proj", "up_proj"):
-            found |= module(f"{layer}feed_forward.{each}", INNER, WIDTH, bias=False)
-        found |= module(f"{layer}feed_forward.down_proj", WIDTH, INNER, bias=False)
-        for each in ("attention_norm", "ffn_norm"):
-            found |= module(f"{layer}{each}", WIDTH, bias=False)
-    return found
+        for letter in "qkvo":
+            shapes |= module(f"{layer}attention.{letter}_proj", WIDTH, WIDTH, bias=False)
+        for part in ("gate_proj", "up_proj"):
+            shapes |= module(f"{layer}feed_forward.{part}", INNER, WIDTH, bias=False)
+        shapes |= module(f"{layer}feed_forward.down_proj", WIDTH, INNER, bias=False)
+        for part in ("attention_norm", "ffn_norm"):
+            shapes |= module(f"{layer}{part}", WIDTH, bias=False)
+    return shapes
 
 
 PIXTRAL = {**VISION, "model_type": "pixtral", "head_dim": 8}
@@ -145,10 +147,10 @@ def internvl() -> Model:
     shapes |= module(f"{tower}patch_embeddings.projection", WIDTH, 3, 8, 8)
     for i in range(LAYERS):
         layer = f"vision_tower.encoder.layer.{i}."
-        shapes |= {f"{layer}lambda_{each}": (WIDTH,) for each in (1, 2)}
+        shapes |= {f"{layer}lambda_{number}": (WIDTH,) for number in (1, 2)}
         shapes |= module(f"{layer}layernorm_before", WIDTH) | module(f"{layer}layernorm_after", WIDTH)
-        for each in "qkv":
-            shapes |= module(f"{layer}attention.{each}_proj", WIDTH, WIDTH, bias=False)
+        for letter in "qkv":
+            shapes |= module(f"{layer}attention.{letter}_proj", WIDTH, WIDTH, bias=False)
         shapes |= module(f"{layer}attention.projection_layer", WIDTH, WIDTH)
         shapes |= module(f"{layer}mlp.fc1", INNER, WIDTH) | module(f"{layer}mlp.fc2", WIDTH, INNER)
     shapes |= module("multi_modal_projector.layer_norm", 4 * WIDTH)
@@ -222,13 +224,13 @@ QWEN = {**TEXT, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}, "
 
 
 def qwen_tower(*, bias: bool) -> Shapes:
-    found: Shapes = {"visual.patch_embed.proj.weight": (WIDTH, 3, 2, 8, 8)} | module("visual.merger.ln_q", WIDTH, bias=bias)
-    found |= module("visual.merger.mlp.0", 4 * WIDTH, 4 * WIDTH) | module("visual.merger.mlp.2", WIDTH, 4 * WIDTH)
+    shapes: Shapes = {"visual.patch_embed.proj.weight": (WIDTH, 3, 2, 8, 8)} | module("visual.merger.ln_q", WIDTH, bias=bias)
+    shapes |= module("visual.merger.mlp.0", 4 * WIDTH, 4 * WIDTH) | module("visual.merger.mlp.2", WIDTH, 4 * WIDTH)
     for i in range(LAYERS):
         block = f"visual.blocks.{i}."
-        found |= module(f"{block}norm1", WIDTH, bias=bias) | module(f"{block}norm2", WIDTH, bias=bias)
-        found |= module(f"{block}attn.qkv", 3 * WIDTH, WIDTH) | module(f"{block}attn.proj", WIDTH, WIDTH)
-    return found
+        shapes |= module(f"{block}norm1", WIDTH, bias=bias) | module(f"{block}norm2", WIDTH, bias=bias)
+        shapes |= module(f"{block}attn.qkv", 3 * WIDTH, WIDTH) | module(f"{block}attn.proj", WIDTH, WIDTH)
+    return shapes
 
 
 MODELS: dict[str, Callable[[], Model]] = {

@@ -49,38 +49,38 @@ def logprobs(requests: Sequence[Request], work: Path) -> list[Floats | Crash]:
     """
     work.mkdir(parents=True, exist_ok=True)
     outs = [work / str(number) for number in range(len(requests))]
-    left = list(zip(requests, outs, strict=True))
-    found: list[Floats | Crash] = []
-    while left:
-        asked = [{**request._asdict(), "out": out} for request, out in left]
+    waiting = list(zip(requests, outs, strict=True))
+    answers: list[Floats | Crash] = []
+    while waiting:
+        asked = [{**request._asdict(), "out": out} for request, out in waiting]
         ended = subprocess.run(
             [PYTHON, SCRIPT], input=json.dumps(asked, default=_plain), capture_output=True, text=True, errors="replace"
         )
-        for _, out in tuple(left):
+        for _, out in tuple(waiting):
             if (array := out.with_suffix(".npy")).exists():
-                found.append(np.load(array))
+                answers.append(np.load(array))
             elif (error := out.with_suffix(".txt")).exists():
-                found.append(Crash(error.read_text()))
+                answers.append(Crash(error.read_text()))
             else:
-                found.append(Crash(f"ended with {ended.returncode}: {ended.stderr[-3000:]}"))
-                del left[0]
+                answers.append(Crash(f"ended with {ended.returncode}: {ended.stderr[-3000:]}"))
+                del waiting[0]
                 break
-            del left[0]
-    return found
+            del waiting[0]
+    return answers
 
 
 def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray) else str(value)
 
 
-def error(found: Floats | Crash, logits: npt.NDArray[np.float32]) -> Floats:
+def error(answer: Floats | Crash, logits: npt.NDArray[np.float32]) -> Floats:
     """Of each token but the last: RMS difference of the log probabilities, by the standard deviation of all logits.
 
     logits  what transformers computes: [tokens, vocabulary]
     """
-    if isinstance(found, Crash):
-        raise found
+    if isinstance(answer, Crash):
+        raise answer
     logits = logits[:-1].astype(np.float64)
     top = logits.max(-1, keepdims=True)
     expected = logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
-    return np.asarray(np.sqrt(np.square(found - expected).mean(-1)) / logits.std())
+    return np.asarray(np.sqrt(np.square(answer - expected).mean(-1)) / logits.std())

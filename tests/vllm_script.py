@@ -42,8 +42,8 @@ def logprobs(request: dict[str, Any]) -> Any:
         sampling = vllm.SamplingParams(max_tokens=1, prompt_logprobs=-1, detokenize=False)
         asked = {"prompt_token_ids": request["tokens"]}
         lora = LoRARequest("adapter", 1, adapter) if adapter else None
-        [found] = model.generate([asked], sampling, use_tqdm=False, lora_request=lora)
-        rows = found.prompt_logprobs[1:]
+        [output] = model.generate([asked], sampling, use_tqdm=False, lora_request=lora)
+        rows = output.prompt_logprobs[1:]
         return np.array([[row[token].logprob for token in range(len(row))] for row in rows])
     finally:
         del model

@@ -84,10 +84,10 @@ def _tree(caption: str, entries: list[str] | tuple[str, ...]) -> str:
 
 
 def _link_reports(app: Sphinx, page: str, source: list[str]) -> None:
-    def link(found: re.Match[str]) -> str:
-        if not (REPORTS / f"{found[1]}.html").exists():
+    def link(match: re.Match[str]) -> str:
+        if not (REPORTS / f"{match[1]}.html").exists():
             return ""
-        return f'<p><a class="report" href="{"../" * page.count("/")}reports/{found[1]}.html">Open the report</a></p>'
+        return f'<p><a class="report" href="{"../" * page.count("/")}reports/{match[1]}.html">Open the report</a></p>'
 
     source[0] = re.sub(r"^<!-- report: ([\w-]+) -->$", link, source[0], flags=re.MULTILINE)
 

@@ -25,15 +25,15 @@ def sections(text: str, page: str) -> Iterator[tuple[str, str, str, str]]:
         return title, first, f"{page}.html" + (f"#{anchor}" if title != first else ""), plain(" ".join(body))[:MAX_CHARACTERS]
 
     for line in lines:
-        found = re.match(r"#{1,6} +(.+)", line)
-        if not found:
+        match = re.match(r"#{1,6} +(.+)", line)
+        if not match:
             body.append(line)
             continue
         if title:
             yield section()
-        title, body = plain(found[1]), []
+        title, body = plain(match[1]), []
         first = first or title
-        slug = re.sub(r"[^\w\- ]", "", found[1].lower()).replace(" ", "-")
+        slug = re.sub(r"[^\w\- ]", "", match[1].lower()).replace(" ", "-")
         count = seen.get(slug, 0)
         seen[slug] = count + 1
         anchor = f"{slug}-{count}" if count else slug
@@ -54,5 +54,5 @@ def plain(text: str) -> str:
 
 def index(root: Path, pages: Iterable[str]) -> str:
     """The script that holds the sections of some pages, for search.js."""
-    found = [section for page in pages for section in sections((root / f"{page}.md").read_text(encoding="utf-8"), page)]
-    return f"window.SEARCH_INDEX = {json.dumps(found, ensure_ascii=False, separators=(',', ':'))};\n"
+    entries = [section for page in pages for section in sections((root / f"{page}.md").read_text(encoding="utf-8"), page)]
+    return f"window.SEARCH_INDEX = {json.dumps(entries, ensure_ascii=False, separators=(',', ':'))};\n"

@@ -29,22 +29,24 @@ def order(version: str) -> tuple[tuple[int, ...], bool, str]:
 
 def versions(site: Path) -> dict[str, list[str]]:
     """Version → its pages, the newest version first."""
-    found = [folder for folder in site.iterdir() if (folder / "index.html").is_file() and folder.name[0].isdigit()]
+    folders = [folder for folder in site.iterdir() if (folder / "index.html").is_file() and folder.name[0].isdigit()]
     return {
         folder.name: sorted(page.relative_to(folder).as_posix() for page in folder.rglob("*.html"))
-        for folder in sorted(found, key=lambda folder: order(folder.name), reverse=True)
+        for folder in sorted(folders, key=lambda folder: order(folder.name), reverse=True)
     }
 
 
 def write(site: Path) -> list[str]:
     """Write versions.js and index.html. Returns the versions."""
-    found = versions(site)
-    if not found:
+    listed = versions(site)
+    if not listed:
         raise SystemExit(f"{site} holds no version: build one into {site}/VERSION first")
-    newest = next(iter(found))
-    (site / "versions.js").write_text(f"window.SITE_VERSIONS = {json.dumps(found, separators=(',', ':'))};\n", encoding="utf-8")
+    newest = next(iter(listed))
+    (site / "versions.js").write_text(
+        f"window.SITE_VERSIONS = {json.dumps(listed, separators=(',', ':'))};\n", encoding="utf-8"
+    )
     (site / "index.html").write_text(REDIRECT.format(newest), encoding="utf-8")
-    return list(found)
+    return list(listed)
 
 
 if __name__ == "__main__":

@@ -73,9 +73,9 @@ def shares(rows: Mapping[str, Row], experts: int = 0) -> str:
     lines = []
     for name, row in rows.items():
         for domain in DOMAINS if row["routing"] else ():
-            found = [f"{share:.0%}" for share in row["routing"][domain]]
-            found += [""] * (experts - len(found))
-            lines.append(f"| {name} | {domain} | {' | '.join(found)} |")
+            cells = [f"{share:.0%}" for share in row["routing"][domain]]
+            cells += [""] * (experts - len(cells))
+            lines.append(f"| {name} | {domain} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -79,14 +79,14 @@ def adapter(folder: Path, base: Path, rank: int, modules: tuple[str, ...] = ATTE
 
 def shapes() -> dict[str, tuple[int, ...]]:
     """Of every tensor of the base."""
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (TOKENS, HIDDEN)}
+    by_name: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (TOKENS, HIDDEN)}
     for i in range(LAYERS):
         layer = f"model.layers.{i}."
-        found |= {f"{layer}self_attn.{part}.weight": (HIDDEN, HIDDEN) for part in ATTENTION}
-        found |= {f"{layer}mlp.{part}.weight": (INNER, HIDDEN) for part in MLP[:2]}
-        found |= {f"{layer}mlp.down_proj.weight": (HIDDEN, INNER)}
-        found |= {f"{layer}{norm}_layernorm.weight": (HIDDEN,) for norm in ("input", "post_attention")}
-    return found | {"model.norm.weight": (HIDDEN,), "lm_head.weight": (TOKENS, HIDDEN)}
+        by_name |= {f"{layer}self_attn.{part}.weight": (HIDDEN, HIDDEN) for part in ATTENTION}
+        by_name |= {f"{layer}mlp.{part}.weight": (INNER, HIDDEN) for part in MLP[:2]}
+        by_name |= {f"{layer}mlp.down_proj.weight": (HIDDEN, INNER)}
+        by_name |= {f"{layer}{norm}_layernorm.weight": (HIDDEN,) for norm in ("input", "post_attention")}
+    return by_name | {"model.norm.weight": (HIDDEN,), "lm_head.weight": (TOKENS, HIDDEN)}
 
 
 def _random(name: str, seed: int) -> np.random.Generator:

@@ -210,9 +210,9 @@ def _conversations(text: str) -> Iterator[str]:
         yield f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
 
 
-def _of(work: Path, **made: Callable[[Path], Path]) -> dict[str, Path]:
+def _of(work: Path, **makers: Callable[[Path], Path]) -> dict[str, Path]:
     """The demo's base, and fine-tunes that are made one after the other."""
-    return {BASE: demo(work)[BASE]} | {name: make(work) for name, make in made.items()}
+    return {BASE: demo(work)[BASE]} | {name: make(work) for name, make in makers.items()}
 
 
 def _gemma(work: Path) -> dict[str, Path]:

@@ -293,13 +293,13 @@ def compared(rows: Mapping[str, Row]) -> str:
 
 def carried(first: Mapping[str, Row], second: Mapping[str, Row], names: Iterable[str]) -> str:
     """Places and differences from the reference in both testbeds as a Markdown table, the best of the second last."""
-    found: list[tuple[Any, ...]] = []
+    rows: list[tuple[Any, ...]] = []
     places = [_places(rows, names := list(names)) for rows in (first, second)]
     for name in sorted(names, key=lambda name: -places[1][name]):
         a, b = (100 * (mean(perplexities(rows[name])) / mean(perplexities(rows[REFERENCE])) - 1) for rows in (first, second))
-        found.append((name, f"{a:+.1f}", f"{b:+.1f}", places[0][name], places[1][name]))
+        rows.append((name, f"{a:+.1f}", f"{b:+.1f}", places[0][name], places[1][name]))
     head = "| | SmolLM2, % | Gemma, % | rank, SmolLM2 | rank, Gemma |\n| --- | ---: | ---: | ---: | ---: |\n"
-    return head + "".join(f"| {' | '.join(map(str, row))} |\n" for row in found)
+    return head + "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows)
 
 
 def _places(rows: Mapping[str, Row], names: Iterable[str]) -> dict[str, int]:

@@ -45,9 +45,9 @@ ROWS: dict[str, dict[str, Any]] = {
     **{name: {"format": name} for name in (*PLAIN, *GGUF)},
     **{f"{name}, imatrix": {"format": name, **TEXT} for name in GGUF if name != "gguf-q8_0"},
     **{
-        f"exl2 {bits}, {name}": {"format": "exl2", "bits": bits, **more}
+        f"exl2 {bits}, {name}": {"format": "exl2", "bits": bits, **options}
         for bits in BITS
-        for name, more in (
+        for name, options in (
             ("data-free", NONE),
             ("calibrated, uniform", {"uniform": True}),
             ("calibrated, measured", {}),
@@ -55,9 +55,9 @@ ROWS: dict[str, dict[str, Any]] = {
     },
     f"exl2 {GROUP_BITS}, head in float16, calibrated, measured": {"format": "exl2", "bits": GROUP_BITS, "head_bits": 16},
     **{
-        f"{name}, {how}": {"format": name, "group_size": GROUP, **more}
+        f"{name}, {how}": {"format": name, "group_size": GROUP, **options}
         for name in GROUPED
-        for how, more in (("data-free", {}), ("GPTQ", TEXT))
+        for how, options in (("data-free", {}), ("GPTQ", TEXT))
     },
 }
 
@@ -110,9 +110,9 @@ def _options(name: str, work: Path) -> dict[str, Any]:
 
 
 def _judge(folder: Path, sized: Path, texts: Texts) -> Row:
-    found: Row = dict(judge(folder, texts.folder, "La fonction renvoie", texts.rows, new_tokens=1).perplexity)
+    row: Row = dict(judge(folder, texts.folder, "La fonction renvoie", texts.rows, new_tokens=1).perplexity)
     files = (*sized.glob("*.safetensors"), *sized.glob("*.gguf"))
-    return found | {"bytes": sum(file.stat().st_size for file in files)}
+    return row | {"bytes": sum(file.stat().st_size for file in files)}
 
 
 if __name__ == "__main__":

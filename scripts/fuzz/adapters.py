@@ -62,9 +62,9 @@ def _make_factor_files() -> None:
     stated = {"lora_adapter_metadata": json.dumps({"transformer.r": 2, "transformer.lora_alpha": 4})}
     for name, rank in (("one", 2), ("two", 3)):
         factors = {"lora_down.weight": (rank, 8), "lora_up.weight": (6, rank), "alpha": (1,)}
-        for beginning, own in (("lora_unet_blocks_0_q", name), ("transformer.blocks.0.q", f"{name}-dotted")):
+        for beginning, stem in (("lora_unet_blocks_0_q", name), ("transformer.blocks.0.q", f"{name}-dotted")):
             tensors = {f"{beginning}.{end}": rng.standard_normal(shape, np.float32) for end, shape in factors.items()}
-            save_file(tensors, f"{own}.safetensors", metadata=stated if "." in beginning and rank == 2 else None)
+            save_file(tensors, f"{stem}.safetensors", metadata=stated if "." in beginning and rank == 2 else None)
 
 
 def _use_factor_files(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
@@ -72,8 +72,8 @@ def _use_factor_files(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
 
     other = file.replace("one", "two")
     recipe = {"merge_method": rng.choice(("linear", "ties")), "models": [{"model": file}, {"model": other}]}
-    for each in recipe["models"]:
-        each["parameters"] = {"weight": 0.5}
+    for entry in recipe["models"]:
+        entry["parameters"] = {"weight": 0.5}
     yield lambda: weightsmith.plan(recipe)
     yield lambda: weightsmith.plan({"merge_method": "passthrough", "models": [{"model": f"model.safetensors+{file}"}]})
     yield lambda: weightsmith.inspect(file)

@@ -65,7 +65,7 @@ def _make_measurement() -> None:
 
     write(Path("m"))
     blocks = prepare_model(weightsmith.plan({"merge_method": "passthrough", "models": [{"model": "m"}]})).blocks
-    measured = [(block, [Measured(each, 0.5 / (i + 1)) for i, each in enumerate(block.options)]) for block in blocks]
+    measured = [(block, [Measured(option, 0.5 / (i + 1)) for i, option in enumerate(block.options)]) for block in blocks]
     Path("measurement.json").write_text(json.dumps(measurement_json(measured)))
 
 

@@ -72,10 +72,10 @@ def _use_claim(file: str, rng: Rng) -> Iterator[Callable[[], Any]]:
         memory, finish = _unfinished_upload()
         memory.put(_CLAIM, Path(file).read_bytes())
         finish()
-        found = memory.contents("models/out")
+        contents = memory.contents("models/out")
         for name in BY_NAME:
             shard, offset, nbytes = layout().places[name]
-            assert found[layout().shards[shard].name][offset : offset + nbytes] == data(name).tobytes(), name
+            assert contents[layout().shards[shard].name][offset : offset + nbytes] == data(name).tobytes(), name
 
     yield run
 

@@ -49,8 +49,8 @@ def _make_plan() -> None:
 
     with prepare_moe(
         {"base_model": "a", "experts": [{"source_model": n} for n in "ab"], "gate_mode": "random"}, RecipeOptions()
-    ) as made:
-        Path("plans/moe.json").write_text(json.dumps(made.plan.to_json()))
+    ) as prepared:
+        Path("plans/moe.json").write_text(json.dumps(prepared.plan.to_json()))
 
 
 PRODUCTS = {
@@ -118,14 +118,14 @@ def _make_products() -> None:
     def looks() -> Plan:
         """Products of looks, which have no plans with steps otherwise."""
         shutil.copytree("a", "c")
-        more = [*LINEAR["models"], {"model": "c", "parameters": {"weight": 0.5}}]
-        two, three = (weightsmith.plan({**LINEAR, "models": models}) for models in (LINEAR["models"], more))
+        with_third = [*LINEAR["models"], {"model": "c", "parameters": {"weight": 0.5}}]
+        two, three = (weightsmith.plan({**LINEAR, "models": models}) for models in (LINEAR["models"], with_third))
         copies = [Step(step.out, COPY, (Read(0, step.out.name),)) for step in two.steps]
         pairs = [dataclasses.replace(step, settings=step.settings + len(three.settings)) for step in two.steps]
         plan = dataclasses.replace(three, settings=(*three.settings, *two.settings))
-        made = {"d": differences, "s": statistics_product, "a": alignments, "v": survivals}
+        makers = {"d": differences, "s": statistics_product, "a": alignments, "v": survivals}
         steps = {"d": pairs, "s": copies, "a": three.steps, "v": three.steps}
-        products = tuple(make(name, steps[name]) for name, make in made.items())
+        products = tuple(make(name, steps[name]) for name, make in makers.items())
         return dataclasses.replace(plan, products=products)
 
     def evaluated() -> Plan:
@@ -195,8 +195,8 @@ def mutate_products(rng: Rng, data: bytes) -> bytes:
         keys = rng.choice(
             (["settings"], ["settings"], ["outs", "needs", "models", "files", "transient"], ["steps"], [*product])
         )
-        own = {key: product.pop(key, False) for key in keys}
-        changed = mutate_json(rng, json.dumps(own).encode(), _PRODUCT_WORDS)
+        fields = {key: product.pop(key, False) for key in keys}
+        changed = mutate_json(rng, json.dumps(fields).encode(), _PRODUCT_WORDS)
         head, tail = json.dumps(part["products"][:i])[:-1], json.dumps(part["products"][i + 1 :])[1:]
         between = json.dumps(product)[:-1].encode() + (b", " if product else b"") + changed[1:]
         text = (

@@ -43,10 +43,10 @@ class Hang(BaseException):
 
 def run_case(kind: str, seed: int, case: int, folder: Path) -> Iterator[Callable[[], Any]]:
     """Put the mutated file of a case in place; the calls to make. folder: of the good inputs, the current one."""
-    found, rng = (KINDS | BROKEN)[kind], Rng(f"{kind} {seed} {case}")
-    file = rng.choice(found.files)
-    (folder / file).write_bytes(found.mutate(rng, (folder / file).read_bytes()))
-    return found.use(file, rng)
+    target, rng = (KINDS | BROKEN)[kind], Rng(f"{kind} {seed} {case}")
+    file = rng.choice(target.files)
+    (folder / file).write_bytes(target.mutate(rng, (folder / file).read_bytes()))
+    return target.use(file, rng)
 
 
 def problem_of(error: BaseException) -> str:
@@ -127,9 +127,9 @@ def _restore(place: Path, pristine: Path) -> None:
         if not (place / entry.name).exists():
             shutil.copytree(entry, place / entry.name)
     for path in [path for pattern in ("*", "[!.]*/*", "[!.]*/*/*") for path in pristine.glob(pattern) if path.is_file()]:
-        own = place / path.relative_to(pristine)
-        if not own.is_file() or own.read_bytes() != path.read_bytes():
-            own.write_bytes(path.read_bytes())
+        copied = place / path.relative_to(pristine)
+        if not copied.is_file() or copied.read_bytes() != path.read_bytes():
+            copied.write_bytes(path.read_bytes())
 
 
 def _set_limits(seconds: float, waiting: float) -> None:
@@ -185,11 +185,11 @@ class Result:
 
 def fuzz(kind: str, seed: int, cases: Sequence[int], good: Path, limit: float) -> Result:
     """Run cases in children. good: a folder with the good inputs. limit: of a case, seconds of processor time."""
-    result, left = Result(), list(cases)
-    while left:
-        own = ["--child", str(good), "--kinds", kind, "--seed", str(seed), "--seconds", str(limit)]
-        command = [sys.executable, "-m", "scripts.fuzz", *own]
-        command += ["--only", *map(str, left[:1000])]
+    result, remaining = Result(), list(cases)
+    while remaining:
+        arguments = ["--child", str(good), "--kinds", kind, "--seed", str(seed), "--seconds", str(limit)]
+        command = [sys.executable, "-m", "scripts.fuzz", *arguments]
+        command += ["--only", *map(str, remaining[:1000])]
         child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         running: int | None = None
         errors = b""
@@ -208,7 +208,7 @@ def fuzz(kind: str, seed: int, cases: Sequence[int], good: Path, limit: float) -
                 running = fact["begin"]
                 continue
             running = None
-            left.remove(fact["end"])
+            remaining.remove(fact["end"])
             result.cases += 1
             result.refused += fact["refused"]
             result.slowest = max(result.slowest, fact["seconds"])
@@ -224,7 +224,7 @@ def fuzz(kind: str, seed: int, cases: Sequence[int], good: Path, limit: float) -
             what = f"the process died with status {status}" if answered else "the process did not answer"
             result.add(what, "process", errors.decode(errors="replace"), running)
             result.cases += 1
-            left.remove(running)
+            remaining.remove(running)
         elif status not in (0, -signal.SIGKILL) and errors:
             raise RuntimeError(f"{kind}: no case could be run:\n{errors.decode(errors='replace')}")
     return result
@@ -239,25 +239,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", type=int, nargs="+", help="numbers of cases")
     parser.add_argument("--keep", type=Path, help="copy the files of the first case of --only here, and run nothing")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
-    given = parser.parse_args(arguments)
-    cases = given.only or range(given.cases)
-    if given.child:
-        work(given.kinds[0], given.seed, cases, given.child, given.seconds)
+    args = parser.parse_args(arguments)
+    cases = args.only or range(args.cases)
+    if args.child:
+        work(args.kinds[0], args.seed, cases, args.child, args.seconds)
         return 0
     failures = 0
-    for kind in given.kinds:
+    for kind in args.kinds:
         with tempfile.TemporaryDirectory(prefix="weightsmith-fuzz-") as folder:
             good = Path(folder, "good")
             good.mkdir()
             with contextlib.chdir(good):
                 (KINDS | BROKEN)[kind].make()
-            if given.keep:
-                shutil.copytree(good, given.keep)
-                with contextlib.chdir(given.keep):
-                    run_case(kind, given.seed, cases[0], given.keep.absolute())
+            if args.keep:
+                shutil.copytree(good, args.keep)
+                with contextlib.chdir(args.keep):
+                    run_case(kind, args.seed, cases[0], args.keep.absolute())
                 continue
             began = time.monotonic()
-            result = fuzz(kind, given.seed, cases, good, given.seconds)
+            result = fuzz(kind, args.seed, cases, good, args.seconds)
         failures += len(result.problems)
         print(
             f"{kind:16} {result.cases:7,} files, {result.refused:7,} refused, {time.monotonic() - began:6.0f} s, "

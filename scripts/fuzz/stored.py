@@ -88,8 +88,10 @@ def _make_groups() -> None:
     eight_bits, _ = groups.weight(groups.ATTENTION, 8, 128, (32, 128), np.int64)
     settings = [groups.group(4, None, ["re:.*mlp.*", "Linear"]), groups.group(8, None, [groups.ATTENTION])]
     groups.write(Path(_GROUPS[0]), settings, {**four_bits, **eight_bits})
-    own = {"language_model.model.layers.0.mlp.up_proj": EIGHT}
-    case = model(four("model.layers.0.mlp.gate_proj"), eight("model.layers.0.mlp.up_proj"), own=own, hidden_size=128)
+    overrides = {"language_model.model.layers.0.mlp.up_proj": EIGHT}
+    case = model(
+        four("model.layers.0.mlp.gate_proj"), eight("model.layers.0.mlp.up_proj"), overrides=overrides, hidden_size=128
+    )
     write_checkpoint(Path(_GROUPS[1]), case.tensors, case.config)
 
 

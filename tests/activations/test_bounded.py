@@ -23,7 +23,7 @@ def run(asked):
 
 
 @pytest.fixture
-def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def code_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file that is the script's stdin: the code that it runs."""
     shutil.copy(bounded._RUNNER, tmp_path)
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -31,22 +31,22 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "given.json"
 
 
-def ran(given: Path, code: str, **env: str) -> tuple[str, str]:
+def ran(code_file: Path, code: str, **env: str) -> tuple[str, str]:
     """What it wrote, and why it ended."""
-    given.write_text(json.dumps(code))
-    with given.open("rb") as file, BoundedScript("script", "doing it", 64 << 20, 1, file, **env) as script:
+    code_file.write_text(json.dumps(code))
+    with code_file.open("rb") as file, BoundedScript("script", "doing it", 64 << 20, 1, file, **env) as script:
         return script.out.read().decode(), script.failure()
 
 
-def test_a_script_gets_no_secret_of_the_environment(given: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_gets_no_secret_of_the_environment(code_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "hidden-value")
-    out, why = ran(given, "print(json.dumps(dict(os.environ)))", MINE="yes")
-    found = json.loads(out)
+    out, why = ran(code_file, "print(json.dumps(dict(os.environ)))", MINE="yes")
+    environment = json.loads(out)
     assert why == ""
-    assert found["MINE"] == "yes"
-    assert found["PATH"] == os.environ["PATH"]
-    assert "hidden-value" not in found.values()
+    assert environment["MINE"] == "yes"
+    assert environment["PATH"] == os.environ["PATH"]
+    assert "hidden-value" not in environment.values()
 
 
 @pytest.mark.slow
@@ -60,5 +60,5 @@ def test_a_script_gets_no_secret_of_the_environment(given: Path, monkeypatch: py
         ("sys.exit('too much')", "too much"),
     ],
 )
-def test_why_a_script_ended(code: str, said: str, given: Path) -> None:
-    assert ran(given, code) == ("", said)
+def test_why_a_script_ended(code: str, said: str, code_file: Path) -> None:
+    assert ran(code_file, code) == ("", said)

@@ -72,13 +72,13 @@ def whole_forward(folder: Path) -> list[tuple[list[torch.Tensor], list[torch.Ten
     seen: list[torch.Tensor] = []
     for layer in model.model.layers:
         layer.mlp.register_forward_pre_hook(lambda _module, args: seen.append(args[0][0]))
-    found = []
+    forwards = []
     for ids in PROMPTS:
         seen.clear()
         with torch.inference_mode():
             states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states[:-1]
-        found.append(([state[0] for state in states], list(seen)))
-    return found
+        forwards.append(([state[0] for state in states], list(seen)))
+    return forwards
 
 
 @pytest.mark.matrix("llama*", "gemma3*")
@@ -105,13 +105,13 @@ def test_all_layers_share_the_memory_of_one(tmp_path: Path, device: str) -> None
     save_model(tmp_path / "m", CONFIGS["llama"]())
     with donor_of(tmp_path / "m") as (donor, assembly):
         memory = _Memory(context_of(donor, assembly), device)
-        found = set()
+        addresses = set()
         for i in range(2):
             name = f"model.layers.{i}.mlp.up_proj.weight"
-            made = memory.filled({name: donor.steps[name].out.shape})
-            found.add(made[name].data_ptr())
-            memory.free(made.values())
-    assert len(found) == 1
+            filled = memory.filled({name: donor.steps[name].out.shape})
+            addresses.add(filled[name].data_ptr())
+            memory.free(filled.values())
+    assert len(addresses) == 1
 
 
 @pytest.mark.slow
@@ -128,21 +128,21 @@ def test_embeddings_are_the_rows_of_the_table(tmp_path: Path) -> None:
     save_model(tmp_path / "m", CONFIGS["llama"]())
     table = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32).model.embed_tokens.weight
     with donor_of(tmp_path / "m") as (donor, assembly):
-        found = decoder_of(donor).embeddings(context_of(donor, assembly), PROMPTS)
-    for ids, own in zip(PROMPTS, found, strict=True):
-        assert torch.equal(own, table[torch.tensor(ids)])
+        embeddings = decoder_of(donor).embeddings(context_of(donor, assembly), PROMPTS)
+    for ids, rows in zip(PROMPTS, embeddings, strict=True):
+        assert torch.equal(rows, table[torch.tensor(ids)])
 
 
 @pytest.mark.parametrize("step", [1, 7, 40, 1000])
 def test_rows_are_found_however_their_bytes_come(step: int) -> None:
     table = np.random.default_rng(0).standard_normal((20, 13)).astype(ml_dtypes.bfloat16)
     numbers = [0, 3, 4, 11, 19]
-    found = np.full((len(numbers), 13), np.nan, np.float32)
-    rows = SomeRows(TensorSpec("t", DTYPES["BF16"], table.shape), np.array(numbers), found)
+    gathered = np.full((len(numbers), 13), np.nan, np.float32)
+    rows = SomeRows(TensorSpec("t", DTYPES["BF16"], table.shape), np.array(numbers), gathered)
     data = table.reshape(-1).view(np.uint8)
     for start in range(0, data.size, 2 * step):
         rows.take(start, data[start : start + 2 * step])
-    np.testing.assert_array_equal(found, table[numbers].astype(np.float32))
+    np.testing.assert_array_equal(gathered, table[numbers].astype(np.float32))
 
 
 @pytest.mark.slow
@@ -280,9 +280,9 @@ def test_a_config_that_does_not_fit_is_one_error(tmp_path: Path, change: dict[st
         dense = dense_parts(donor)
         assert isinstance(dense, Dense), dense
         base = Base("base", 0, dict(donor.config), dense.prefix, len(dense.layers), dense.hidden)
-        found = build(base, {name: step.out for name, step in donor.steps.items()})
-    assert isinstance(found, WeightsmithError)
-    assert message in str(found)
+        error = build(base, {name: step.out for name, step in donor.steps.items()})
+    assert isinstance(error, WeightsmithError)
+    assert message in str(error)
 
 
 @pytest.mark.parametrize("key", ["hidden_size_per_layer_input", "num_kv_shared_layers"])
@@ -291,10 +291,10 @@ def test_layers_that_get_more_than_hidden_states_are_refused_by_name(tmp_path: P
     config = transformers.Gemma4TextConfig(
         **{**HEADS, **none, key: 1, "layer_types": ["full_attention"] * HEADS["num_hidden_layers"]}
     )
-    found = build(Base("base", 0, config.to_dict(), "model.", HEADS["num_hidden_layers"], HEADS["hidden_size"], "; or …"), {})
-    assert isinstance(found, Unsupported)
-    assert f"{key} 1" in found.finding.what
-    assert found.finding.fix.startswith("Choose what needs no text; or …")
+    error = build(Base("base", 0, config.to_dict(), "model.", HEADS["num_hidden_layers"], HEADS["hidden_size"], "; or …"), {})
+    assert isinstance(error, Unsupported)
+    assert f"{key} 1" in error.finding.what
+    assert error.finding.fix.startswith("Choose what needs no text; or …")
 
 
 def test_linear_layers_are_narrowed_and_the_head_is_not() -> None:
@@ -328,5 +328,5 @@ def test_a_kept_weight_in_bfloat16_does_not_hide_gradients() -> None:
     multiply, x = _Bfloat16(linear), torch.rand(3, 8)
     with torch.no_grad():
         multiply(x)
-    [found] = torch.autograd.grad(multiply(x).sum(), linear.weight)
-    assert torch.equal(found, x.bfloat16().sum(0).float().expand(4, 8))
+    [gradient] = torch.autograd.grad(multiply(x).sum(), linear.weight)
+    assert torch.equal(gradient, x.bfloat16().sum(0).float().expand(4, 8))

@@ -45,20 +45,22 @@ def computed(
     with prepare({"merge_method": "passthrough", "models": [{"model": str(folder)}]}) as prepared:
         model = input_of(prepared.inputs, 0)
         weights = tuple(decoder_of(scored(model, rows).run.base).head_weights.values()) if keep else ()
-        made = scored(model, rows, reference, keep=weights)
+        scoring = scored(model, rows, reference, keep=weights)
         draft = PlanDraft.of(prepared.plan)
         draft.steps = []
-        made.run.add_to(draft, made.products)
+        scoring.run.add_to(draft, scoring.products)
         plan = draft.finish()
         results = Results(plan)
         for product in plan.products:
-            if product.name in made.given:
-                results.put(product, made.given[product.name])
+            if product.name in scoring.known:
+                results.put(product, scoring.known[product.name])
         workload = Workload(folders=[model.checkpoint.folder], results=results)
         run(plan, prepared.inputs, DiscardedOutput(), Resources(threads), workload)
-        arrays = {each.name: results.arrays(each.name) for each in (made.losses, *([made.states] if keep else []))}
-        found = {out.name: array for out, array in zip(made.losses.outs, arrays["losses"], strict=True)}
-        return found, made.reference(arrays, plan.hash) if keep else None
+        arrays = {
+            product.name: results.arrays(product.name) for product in (scoring.losses, *([scoring.states] if keep else []))
+        }
+        losses = {out.name: array for out, array in zip(scoring.losses.outs, arrays["losses"], strict=True)}
+        return losses, scoring.reference(arrays, plan.hash) if keep else None
 
 
 def expected_logs(folder: Path, rows: ScoredRows) -> torch.Tensor:
@@ -69,12 +71,12 @@ def expected_logs(folder: Path, rows: ScoredRows) -> torch.Tensor:
         return model(torch.from_numpy(rows.ids.astype(np.int64))).logits.log_softmax(-1)
 
 
-def check_losses(found: Found, logs: torch.Tensor, rows: ScoredRows) -> None:
+def check_losses(losses: Found, logs: torch.Tensor, rows: ScoredRows) -> None:
     targets = torch.from_numpy(rows.ids.astype(np.int64))[:, 1:, None]
     expected = -logs[:, :-1].gather(2, targets)[..., 0].numpy()
     scored_places = rows.nbytes[:, 1:] >= 0
-    np.testing.assert_allclose(found["losses"][:, 1:][scored_places], expected[scored_places], rtol=1e-5, atol=1e-5)
-    assert not found["losses"][rows.nbytes < 0].any()
+    np.testing.assert_allclose(losses["losses"][:, 1:][scored_places], expected[scored_places], rtol=1e-5, atol=1e-5)
+    assert not losses["losses"][rows.nbytes < 0].any()
     assert expected[scored_places].std() > 0.05
 
 
@@ -84,8 +86,8 @@ def test_losses_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """qwen2 and both gemmas have tied embeddings, and gemma2 caps its logits."""
     folder, rows = save_model(tmp_path / "m", name), tiny_rows()
     changed(folder, o_proj=20, down_proj=20, w2=20, lm_head=20, embed_tokens=20)
-    found, _ = computed(folder, rows)
-    check_losses(found, expected_logs(folder, rows), rows)
+    losses, _ = computed(folder, rows)
+    check_losses(losses, expected_logs(folder, rows), rows)
 
 
 @pytest.mark.slow
@@ -108,8 +110,8 @@ def test_scales_caps_and_biases_of_logits_are_those_of_transformers(config: Any,
             parameter.data.normal_()
     model.save_pretrained(folder)
     changed(folder, lm_head=20, embed_tokens=20)
-    found, _ = computed(folder, rows)
-    check_losses(found, expected_logs(folder, rows), rows)
+    losses, _ = computed(folder, rows)
+    check_losses(losses, expected_logs(folder, rows), rows)
 
 
 @pytest.mark.slow
@@ -120,15 +122,15 @@ def test_divergence_and_agreement_are_those_of_whole_predictions(tmp_path: Path,
     changed(b, o_proj=25, down_proj=15, lm_head=20, embed_tokens=20)
     monkeypatch.setattr("weightsmith._activations.losses.LOGITS_AT_ONCE", 3 * 256 + 1)
     _, known = computed(a, rows, keep=True)
-    found, _ = computed(b, rows, known)
+    losses, _ = computed(b, rows, known)
     logs, others = expected_logs(a, rows), expected_logs(b, rows)
-    check_losses(found, others, rows)
+    check_losses(losses, others, rows)
     places = rows.nbytes >= 0
     expected = (logs.exp() * (logs - others)).sum(-1)[:, :-1].numpy()
-    np.testing.assert_allclose(found["divergences"][:, 1:][places[:, 1:]], expected[places[:, 1:]], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(losses["divergences"][:, 1:][places[:, 1:]], expected[places[:, 1:]], rtol=1e-4, atol=1e-6)
     agree = (logs.argmax(-1) == others.argmax(-1))[:, :-1].numpy()
-    assert (found["agreement"][:, 1:] == (agree & places[:, 1:])).all()
-    assert 0 < found["agreement"].sum() < rows.tokens
+    assert (losses["agreement"][:, 1:] == (agree & places[:, 1:])).all()
+    assert 0 < losses["agreement"].sum() < rows.tokens
     itself, _ = computed(a, rows, known)
     assert abs(itself["divergences"]).max() < 1e-6
     assert itself["agreement"].sum() == rows.tokens

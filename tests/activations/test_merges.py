@@ -39,13 +39,13 @@ WEIGHTS = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base and two models, and two texts."""
-    made = tmp_path_factory.mktemp("models")
+    models = tmp_path_factory.mktemp("models")
     for seed, name in enumerate(("base", "a", "b")):
-        save_model(made / name, seed=seed)
-        changed(made / name, o_proj=8, down_proj=8, lm_head=20, embed_tokens=20)
-    (made / "a.txt").write_text(TEXT)
-    (made / "b.txt").write_text(TEXT.upper()[::-1])
-    return made
+        save_model(models / name, seed=seed)
+        changed(models / name, o_proj=8, down_proj=8, lm_head=20, embed_tokens=20)
+    (models / "a.txt").write_text(TEXT)
+    (models / "b.txt").write_text(TEXT.upper()[::-1])
+    return models
 
 
 def recipe(folder: Path, method: str, **parameters: Any) -> dict[str, Any]:
@@ -76,18 +76,18 @@ def whole(folder: Path, name: str, text: str = "") -> Whole:
     return Whole(folder / name, QuantizeSettings(calibration=source, calibration_rows=ROWS, calibration_tokens=TOKENS))
 
 
-def assert_merged(found: Weights, expected: Callable[[str], torch.Tensor], folder: Path) -> None:
+def assert_merged(weights: Weights, expected: Callable[[str], torch.Tensor], folder: Path) -> None:
     """The weights of linear layers are as expected; the others have the mean of the deltas."""
     base, a, b = (stored(folder / name) for name in ("base", "a", "b"))
     for name in WEIGHTS:
-        torch.testing.assert_close(found[name].double() - base[name], expected(name), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(weights[name].double() - base[name], expected(name), rtol=1e-3, atol=1e-4)
     for name in ("model.embed_tokens.weight", "model.norm.weight", "model.layers.0.input_layernorm.weight"):
-        torch.testing.assert_close(found[name].double(), (a[name] + b[name]) / 2)
+        torch.testing.assert_close(weights[name].double(), (a[name] + b[name]) / 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("given", "alpha", "mu"),
+    ("parameters", "alpha", "mu"),
     [
         ({"ridge": 0.05}, 1.0, 0.0),
         ({"ridge": 0, "alpha": 0.9}, 0.9, 0.0),
@@ -96,15 +96,15 @@ def assert_merged(found: Weights, expected: Callable[[str], torch.Tensor], folde
         ({"ridge": 0.05, "prior": "linear", "mu": 0.5}, 1.0, 0.5),
     ],
 )
-def test_regmean_is_the_closed_form(given: dict[str, Any], alpha: float, mu: float, folder: Path, tmp_path: Path) -> None:
-    found = merged(folder, tmp_path / "out", "regmean", **given)
+def test_regmean_is_the_closed_form(parameters: dict[str, Any], alpha: float, mu: float, folder: Path, tmp_path: Path) -> None:
+    weights = merged(folder, tmp_path / "out", "regmean", **parameters)
     models = [whole(folder, name) for name in "ab"]
     base, a, b = (stored(folder / name) for name in ("base", "a", "b"))
     prior = {name: torch.zeros(()) for name in base}
     if mu:
-        other = recipe(folder, given["prior"], **given.get("prior_parameters", {}))
+        other = recipe(folder, parameters["prior"], **parameters.get("prior_parameters", {}))
         other["models"] = [{"model": str(folder / name), "parameters": {"weight": 1}} for name in "ab"]
-        if given["prior"] == "linear":
+        if parameters["prior"] == "linear":
             del other["base_model"]
         weightsmith.merge(other, tmp_path / "prior", card=False, progress=False)
         prior = {name: tensor - base[name] for name, tensor in stored(tmp_path / "prior").items()}
@@ -117,12 +117,12 @@ def test_regmean_is_the_closed_form(given: dict[str, Any], alpha: float, mu: flo
             grams.append(alpha * gram + (1 - alpha) * torch.diag(gram.diagonal()))
         total = sum(grams)
         m, one = total.diagonal().mean(), torch.eye(len(total), dtype=torch.float64)
-        if given["ridge"] == 0:  # the authors' form: of weights, without the base
+        if parameters["ridge"] == 0:  # the authors' form: of weights, without the base
             return (a[name] @ grams[0] + b[name] @ grams[1]) @ torch.linalg.inv(total) - base[name]
         deltas = (a[name] - base[name]) @ grams[0] + (b[name] - base[name]) @ grams[1]
-        return (deltas + mu * m * prior[name]) @ torch.linalg.inv(total + (mu + given["ridge"]) * m * one)
+        return (deltas + mu * m * prior[name]) @ torch.linalg.inv(total + (mu + parameters["ridge"]) * m * one)
 
-    assert_merged(found, expected, folder)
+    assert_merged(weights, expected, folder)
 
 
 @pytest.mark.slow
@@ -137,46 +137,46 @@ def test_texts_run_through_the_merged_layers(deep: Path, tmp_path: Path) -> None
         model.model.load_state_dict({k: v for k, v in weights.items() if k.startswith(prefix)}, strict=False)
 
     means = {name: (a[name] + b[name]) / 2 for name in base}
-    for each in states:
-        put(each, means, "model.embed_tokens")
+    for state in states:
+        put(state, means, "model.embed_tokens")
     for layer in range(5):
         prefix = f"model.layers.{layer}."
         names = [name for name in base if name.startswith(prefix) and name.endswith("proj.weight")]
-        for each, own in zip(states, (a, b), strict=True):
-            put(each, own, prefix)
+        for state, tensors in zip(states, (a, b), strict=True):
+            put(state, tensors, prefix)
         for name in names:
             grams = []
-            for each in states:
-                x = each.entering(name.removesuffix(".weight"))
+            for state in states:
+                x = state.entering(name.removesuffix(".weight"))
                 grams.append(x.T @ x / len(x))
             total = sum(grams)
             m, one = total.diagonal().mean(), torch.eye(len(total), dtype=torch.float64)
             deltas = (a[name] - base[name]) @ grams[0] + (b[name] - base[name]) @ grams[1]
             expected[name] = deltas @ torch.linalg.inv(total + ridge * m * one)
         done = {name: base[name] + expected[name] if name in expected else means[name] for name in base}
-        for each in states:
-            put(each, done, prefix)
-    found = merged(deep, tmp_path / "merge", "regmean", through="merge", ridge=ridge)
+        for state in states:
+            put(state, done, prefix)
+    weights = merged(deep, tmp_path / "merge", "regmean", through="merge", ridge=ridge)
     plain = merged(deep, tmp_path / "model", "regmean", ridge=ridge)
     assert len(expected) == 5 * 7
     for name, delta in expected.items():
-        torch.testing.assert_close(found[name].double() - base[name], delta, rtol=1e-3, atol=2e-4)
+        torch.testing.assert_close(weights[name].double() - base[name], delta, rtol=1e-3, atol=2e-4)
     last = "model.layers.4.mlp.down_proj.weight"
     assert float((plain[last].double() - base[last] - expected[last]).abs().max()) > 2e-3
 
 
 @pytest.mark.slow
 def test_fisher_is_the_weighted_mean(folder: Path, tmp_path: Path) -> None:
-    found = merged(folder, tmp_path / "out", "fisher", floor=0.1)
+    weights = merged(folder, tmp_path / "out", "fisher", floor=0.1)
     information = [whole(folder, name).fisher() for name in "ab"]
     base, a, b = (stored(folder / name) for name in ("base", "a", "b"))
 
     def expected(name: str) -> torch.Tensor:
-        own = torch.stack([each[name] for each in information])
-        own = own.clamp(min=0.1 * own.mean())
-        return (own[0] * (a[name] - base[name]) + own[1] * (b[name] - base[name])) / own.sum(0)
+        diagonals = torch.stack([diagonal[name] for diagonal in information])
+        diagonals = diagonals.clamp(min=0.1 * diagonals.mean())
+        return (diagonals[0] * (a[name] - base[name]) + diagonals[1] * (b[name] - base[name])) / diagonals.sum(0)
 
-    assert_merged(found, expected, folder)
+    assert_merged(weights, expected, folder)
 
 
 @pytest.mark.slow
@@ -209,20 +209,20 @@ def test_core_steps_are_those_of_the_closed_form(folder: Path, tmp_path: Path, s
             core, outputs = u.T @ slopes[name] @ v, u.T @ model.slope_moments(name.removesuffix(".weight")) @ u
             damped = [m + 2 * m.diagonal().mean() * torch.eye(len(m)) for m in (outputs, x.T @ x / len(x))]
             expected[name] = expected[name] + 0.5 * u @ damped[0].inverse() @ core @ damped[1].inverse() @ v.T
-    found = stored(tmp_path / "out")
+    weights = stored(tmp_path / "out")
     for name in base:
         moved = float((expected[name] - base[name]).abs().max())
-        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=2e-3 * moved)
-    assert float((found[WEIGHTS[0]] - base[WEIGHTS[0]] - 0.5 * (a[WEIGHTS[0]] - base[WEIGHTS[0]])).abs().max()) > 1e-3
+        torch.testing.assert_close(weights[name], expected[name], rtol=0, atol=2e-3 * moved)
+    assert float((weights[WEIGHTS[0]] - base[WEIGHTS[0]] - 0.5 * (a[WEIGHTS[0]] - base[WEIGHTS[0]])).abs().max()) > 1e-3
 
 
 def _leading(models: list[torch.Tensor], base: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The two leading singular vectors of each model's delta, left and right."""
-    found = []
+    directions = []
     for model in models:
         u, _, vt = torch.linalg.svd(model - base)
-        found.append((u[:, :2], vt[:2].T))
-    return found
+        directions.append((u[:, :2], vt[:2].T))
+    return directions
 
 
 @pytest.mark.slow
@@ -231,7 +231,7 @@ def test_aim_scales_the_columns_of_any_merge_by_what_enters_the_base(folder: Pat
     asked["models"] = [{"model": str(folder / name)} for name in "ab"]
     asked["text"] = text_of(folder, "a")
     weightsmith.merge(asked, tmp_path / "out", card=False, progress=False)
-    found, model = stored(tmp_path / "out"), whole(folder, "base", "a")
+    weights, model = stored(tmp_path / "out"), whole(folder, "base", "a")
     base, a, b = (stored(folder / name) for name in ("base", "a", "b"))
     for name in base:
         delta = (0.5 * (a[name] + b[name]) - base[name]) * 0.5
@@ -239,24 +239,24 @@ def test_aim_scales_the_columns_of_any_merge_by_what_enters_the_base(folder: Pat
             sizes = model.entering(name.removesuffix(".weight")).abs().mean(0)
             delta *= 1 - 0.6 * sizes / sizes.max()
         if name in WEIGHTS or "norm" in name or "embed" in name:
-            torch.testing.assert_close(found[name] - base[name], delta, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(weights[name] - base[name], delta, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "given"), [("regmean", {}), ("regmean", {"through": "merge"}), ("fisher", {})])
+@pytest.mark.parametrize(("method", "parameters"), [("regmean", {}), ("regmean", {"through": "merge"}), ("fisher", {})])
 def test_threads_kills_and_plans_from_json_change_no_byte(
-    method: str, given: dict[str, Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, parameters: dict[str, Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keep, made = Staging.keep, list[str]()
+    keep, product_names = Staging.keep, list[str]()
 
     def stop(staging: Staging, product: Product, arrays: Arrays) -> Arrays:
-        if len(made) == 6:
+        if len(product_names) == 6:
             raise KeyboardInterrupt
-        made.append(product.name)
+        product_names.append(product.name)
         return keep(staging, product, arrays)
 
-    asked = recipe(folder, method, **given)
+    asked = recipe(folder, method, **parameters)
     weightsmith.merge(asked, tmp_path / "one", threads=1, card=False, progress=False)
     with prepare(asked) as prepared:
         (tmp_path / "plan.json").write_text(json.dumps(prepared.plan.to_json()))
@@ -273,30 +273,30 @@ def test_threads_kills_and_plans_from_json_change_no_byte(
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models of five layers, and two texts."""
-    made = tmp_path_factory.mktemp("deep")
+    root = tmp_path_factory.mktemp("deep")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(CONFIGS, "llama", lambda: transformers.LlamaConfig(**TINY | {"num_hidden_layers": 5}))
         for seed, name in enumerate(("base", "a", "b")):
-            save_model(made / name, seed=seed)
-    (made / "a.txt").write_text(TEXT)
-    (made / "b.txt").write_text(TEXT.upper()[::-1])
-    return made
+            save_model(root / name, seed=seed)
+    (root / "a.txt").write_text(TEXT)
+    (root / "b.txt").write_text(TEXT.upper()[::-1])
+    return root
 
 
 @pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "given", "states"), [("regmean", {}, 3), ("regmean", {"through": "merge"}, 3), ("fisher", {}, 12)]
+    ("method", "parameters", "states"), [("regmean", {}, 3), ("regmean", {"through": "merge"}, 3), ("fisher", {}, 12)]
 )
 def test_statistics_are_released_layer_by_layer(
-    method: str, given: dict[str, Any], states: int, deep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, parameters: dict[str, Any], states: int, deep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk holds the statistics of one layer of each model; a run that died goes on without those of finished layers."""
-    keep, taken, made, known = Staging.keep, list[int](), list[str](), dict[str, int]()
+    keep, taken, product_names, known = Staging.keep, list[int](), list[str](), dict[str, int]()
 
     def watch(staging: Staging, product: Product, arrays: Arrays) -> Arrays:
         kept = keep(staging, product, arrays)
-        made.append(product.name)
+        product_names.append(product.name)
         known[product.name] = sum(array.nbytes for array in arrays)
         taken.append(sum(known[name] for name in staging.products))
         return kept
@@ -307,23 +307,23 @@ def test_statistics_are_released_layer_by_layer(
         finish(staging, name, done)
 
     monkeypatch.setattr(Staging, "keep", watch)
-    asked, finish = recipe(deep, method, **given), Staging.finish
+    asked, finish = recipe(deep, method, **parameters), Staging.finish
     weightsmith.merge(asked, tmp_path / "one", threads=1, card=False, progress=False)
     with prepare(asked) as prepared:
         sizes = {p.name: sum(out.nbytes for out in p.outs) for p in prepared.plan.products if p.op == "statistic"}
         most = most_bytes(prepared.plan)
         assert max(taken) <= most == 2 * max(sizes.values()) + states * ROWS * TOKENS * TINY["hidden_size"] * 4
-        made.clear()
+        product_names.clear()
         with monkeypatch.context() as patch:
             patch.setattr(Staging, "finish", stop)
             with pytest.raises(KeyboardInterrupt):
                 execute(prepared, tmp_path / "two", RunOptions(threads=2, card=False))
     kept_bytes = {path.name: path.stat().st_size for path in tmp_path.glob(".two*staging/products/*")}
     assert 0 < sum(kept_bytes.values()) <= most, kept_bytes
-    first = {name for name in made if name in sizes}
-    made.clear()
+    first = {name for name in product_names if name in sizes}
+    product_names.clear()
     weightsmith.merge(asked, tmp_path / "two", threads=2, card=False, progress=False)
-    again = {name for name in made if name in sizes}
+    again = {name for name in product_names if name in sizes}
     assert 4 <= len(first) < 10
     assert len(first & again) <= 2
     assert first | again == set(sizes)
@@ -362,47 +362,49 @@ def test_statistics_are_removed_before_those_of_the_next_layer_are_begun(
 @pytest.mark.slow
 def test_a_full_preview_has_the_distance_of_the_merge(folder: Path, tmp_path: Path) -> None:
     source = recipe(folder, "regmean", prior="tsv_m")
-    found = weightsmith.preview(source, full=True, progress=False)
-    made = weightsmith.merge(source, tmp_path / "out", card=False, progress=False)
-    assert found.total.share == pytest.approx(made.distance[0].share, rel=1e-6)
+    previewed = weightsmith.preview(source, full=True, progress=False)
+    result = weightsmith.merge(source, tmp_path / "out", card=False, progress=False)
+    assert previewed.total.share == pytest.approx(result.distance[0].share, rel=1e-6)
 
 
 @pytest.mark.slow
 def test_experts_that_no_token_reaches_and_fused_weights_are_merged_too(tmp_path: Path) -> None:
     """phi-3 stores q, k and v as one matrix; a short text leaves experts of mixtral without a token."""
     for family in ("phi3", "mixtral"):
-        made = tmp_path / family
+        models_folder = tmp_path / family
         for seed, name in enumerate(("base", "a", "b")):
-            save_model(made / name, family, seed=seed)
+            save_model(models_folder / name, family, seed=seed)
         for name in "ab":
-            (made / f"{name}.txt").write_text(TEXT)
+            (models_folder / f"{name}.txt").write_text(TEXT)
         for method in ("regmean", "fisher"):
-            asked = recipe(made, method)
+            asked = recipe(models_folder, method)
             for entry in asked["models"]:
                 entry["text"]["rows"] = 1
             with prepare(asked) as prepared:
                 leaves = [leaf for step in prepared.plan.steps for leaf in step.leaves if leaf.role == "linear"]
                 assert all(len(leaf.statistics) == 2 for leaf in leaves)
-            weightsmith.merge(asked, made / method, card=False, progress=False)
-            assert all(bool(tensor.isfinite().all()) for tensor in load_file(made / method / "model.safetensors").values())
+            weightsmith.merge(asked, models_folder / method, card=False, progress=False)
+            assert all(
+                bool(tensor.isfinite().all()) for tensor in load_file(models_folder / method / "model.safetensors").values()
+            )
 
 
 @pytest.mark.slow
 def test_a_regression_mean_of_adapters_is_an_adapter_of_the_sum_of_their_ranks(folder: Path, tmp_path: Path) -> None:
     asked = recipe(folder, "regmean")
-    more: Any = {"embed_lora": False, "progress": False}
+    options: Any = {"embed_lora": False, "progress": False}
     for model, name, rank in zip(asked["models"], "ab", (2, 3), strict=True):
-        weightsmith.extract_lora(folder / name, folder / "base", tmp_path / name, max_rank=rank, **more)
+        weightsmith.extract_lora(folder / name, folder / "base", tmp_path / name, max_rank=rank, **options)
         model["model"] = f"{folder / 'base'}+{tmp_path / name}"
     weightsmith.merge(asked, tmp_path / "out", card=False, progress=False)
-    found, base = load_file(tmp_path / "out/model.safetensors"), stored(folder / "base")
+    weights, base = load_file(tmp_path / "out/model.safetensors"), stored(folder / "base")
     for rank, error in ((5, 1e-4), (4, 1e-2)):
         lora = tmp_path / f"lora-{rank}"
-        weightsmith.extract_lora(tmp_path / "out", folder / "base", lora, max_rank=rank, **more)
+        weightsmith.extract_lora(tmp_path / "out", folder / "base", lora, max_rank=rank, **options)
         again = {"merge_method": "passthrough", "models": [{"model": f"{folder / 'base'}+{lora}"}], "dtype": "float32"}
         weightsmith.merge(again, tmp_path / f"again-{rank}", card=False, progress=False)
         restored = load_file(tmp_path / f"again-{rank}/model.safetensors")
-        moved = [(found[name] - base[name]).norm() for name in WEIGHTS]
-        off = [(restored[name] - found[name]).norm() for name in WEIGHTS]
+        moved = [(weights[name] - base[name]).norm() for name in WEIGHTS]
+        off = [(restored[name] - weights[name]).norm() for name in WEIGHTS]
         worst = max(float(a / b) for a, b in zip(off, moved, strict=True))
         assert worst < error if rank == 5 else worst > error

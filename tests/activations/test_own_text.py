@@ -41,8 +41,8 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def own_settings(rows: int = 6, tokens: int = 16, **more: Any) -> QuantizeSettings:
-    return QuantizeSettings(calibration="own", calibration_rows=rows, calibration_tokens=tokens, **more)
+def own_settings(rows: int = 6, tokens: int = 16, **options: Any) -> QuantizeSettings:
+    return QuantizeSettings(calibration="own", calibration_rows=rows, calibration_tokens=tokens, **options)
 
 
 def written(prepared: Prepared, threads: int = 2, memory: int | None = None) -> npt.NDArray[np.int32]:
@@ -95,12 +95,12 @@ def test_each_token_is_drawn_from_what_transformers_predicts(family: str) -> Non
 @pytest.mark.slow
 def test_threads_change_no_token_and_the_seed_does() -> None:
     folder = save_model(Path("m"))
-    found = []
+    by_seed = []
     for seed in (0, 1):
         with prepared_for(folder, own_settings(rows=20), "gptq-4bit", seed=seed) as prepared:
-            found.append([written(prepared, threads).tobytes() for threads in (1, 3)])
-    assert found[0][0] == found[0][1]
-    assert found[0][0] != found[1][0]
+            by_seed.append([written(prepared, threads).tobytes() for threads in (1, 3)])
+    assert by_seed[0][0] == by_seed[0][1]
+    assert by_seed[0][0] != by_seed[1][0]
 
 
 @pytest.mark.slow
@@ -236,7 +236,7 @@ def test_a_quantised_merge_is_calibrated_on_what_the_merge_writes() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "more"),
+    ("name", "options"),
     [
         ("exl2", {"bits": 4.1}),
         ("exl2", {"bits": 4.1, "measure": "full"}),
@@ -246,7 +246,7 @@ def test_a_quantised_merge_is_calibrated_on_what_the_merge_writes() -> None:
 )
 @pytest.mark.usefixtures("few_options")
 def test_a_measurement_and_what_follows_from_it_share_a_text(
-    name: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draws = []
 
@@ -256,7 +256,7 @@ def test_a_measurement_and_what_follows_from_it_share_a_text(
 
     real = sampling.draw
     monkeypatch.setattr(sampling, "draw", draw)
-    merged = quantise(save_model(Path("m")), Path("q"), own_settings(**more), name=name)
+    merged = quantise(save_model(Path("m")), Path("q"), own_settings(**options), name=name)
     [text] = json.loads(Path(str(merged.out), "weightsmith.json").read_text())["own_texts"]
     assert (text["rows"], text["tokens"], len(draws)) == (6, 16, 1)
 
@@ -331,16 +331,16 @@ def test_scores_need_a_file() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda given: given["text"].update(source="built-in"), "its text is not one that a model writes"),
-        (lambda given: given["text"].update(seed=-1), "its text is not one that a model writes"),
-        (lambda given: given.update(temperature=0.0), "its text is not one that a model writes"),
-        (lambda given: given.update(version=2), "version 2, and this weightsmith has 1"),
-        (lambda given: given["text"].update(rows=7), "its rows are not those of its text"),
-        (lambda given: given.update(starts=[]), "its rows have no start"),
-        (lambda given: given.update(starts=[[0] * 16]), "or no room behind it"),
-        (lambda given: given.update(starts=[[256]]), "a start has a token without a row of the embedding"),
-        (lambda given: given.update(starts=[[-1]]), "a start has a token without a row of the embedding"),
-        (lambda given: given.update(starts="a"), "its settings are not those of a own_text product"),
+        (lambda record: record["text"].update(source="built-in"), "its text is not one that a model writes"),
+        (lambda record: record["text"].update(seed=-1), "its text is not one that a model writes"),
+        (lambda record: record.update(temperature=0.0), "its text is not one that a model writes"),
+        (lambda record: record.update(version=2), "version 2, and this weightsmith has 1"),
+        (lambda record: record["text"].update(rows=7), "its rows are not those of its text"),
+        (lambda record: record.update(starts=[]), "its rows have no start"),
+        (lambda record: record.update(starts=[[0] * 16]), "or no room behind it"),
+        (lambda record: record.update(starts=[[256]]), "a start has a token without a row of the embedding"),
+        (lambda record: record.update(starts=[[-1]]), "a start has a token without a row of the embedding"),
+        (lambda record: record.update(starts="a"), "its settings are not those of a own_text product"),
     ],
 )
 def test_a_plan_from_elsewhere_is_checked(change: Any, words: str) -> None:
@@ -355,9 +355,9 @@ def test_a_plan_from_elsewhere_is_checked(change: Any, words: str) -> None:
 # ---- gates of mixtures
 
 
-def mixture_of(**more: Any) -> dict[str, Any]:
+def mixture_of(**options: Any) -> dict[str, Any]:
     experts = [{"source_model": f"./{name}", "prompts_file": "own"} for name in ("a", "b")]
-    return {"base_model": "./base", "gate_mode": "hidden", "prompt_tokens": 24, "experts": experts, **more}
+    return {"base_model": "./base", "gate_mode": "hidden", "prompt_tokens": 24, "experts": experts, **options}
 
 
 @pytest.mark.slow

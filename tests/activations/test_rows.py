@@ -57,9 +57,9 @@ def test_a_bos_token_without_a_row_begins_no_row(bos: int, llama: Path, tmp_path
 
 def test_the_seed_chooses_rows_of_a_long_text(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("".join(map(chr, range(33, 123))))
-    found = [rows_of(text_source(str(tmp_path / "t.txt"), 3, 5, seed), llama, 256, None).tolist() for seed in (0, 0, 1)]
-    assert found[0] == found[1]
-    assert found[0] != found[2]
+    by_seed = [rows_of(text_source(str(tmp_path / "t.txt"), 3, 5, seed), llama, 256, None).tolist() for seed in (0, 0, 1)]
+    assert by_seed[0] == by_seed[1]
+    assert by_seed[0] != by_seed[2]
 
 
 class Recorded:
@@ -69,9 +69,9 @@ class Recorded:
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.texts: list[str] = []
 
-    def encode(self, text: str, **more: Any) -> Any:
+    def encode(self, text: str, **options: Any) -> Any:
         self.texts.append(text)
-        return self._tokenizer.encode(text, **more)
+        return self._tokenizer.encode(text, **options)
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl"])
@@ -95,7 +95,7 @@ def test_a_long_text_is_encoded_in_pieces_until_there_are_enough_tokens(
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "expected"),
     [
         ("", []),
         ("ab cd ef", ["ab cd ef"]),
@@ -106,11 +106,11 @@ def test_a_long_text_is_encoded_in_pieces_until_there_are_enough_tokens(
         ("\nabcdefghijkl", ["\n", "abcdefghij", "kl"]),
     ],
 )
-def test_pieces_end_where_paragraphs_lines_or_words_do(text: str, found: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_end_where_paragraphs_lines_or_words_do(text: str, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "PIECE_CHARACTERS", 10)
-    assert list(rows.pieces([text])) == found
-    assert list(rows.pieces(text)) == found, "in whatever parts it is read"
-    assert list(rows.pieces([text[:7], "", text[7:]])) == found
+    assert list(rows.pieces([text])) == expected
+    assert list(rows.pieces(text)) == expected, "in whatever parts it is read"
+    assert list(rows.pieces([text[:7], "", text[7:]])) == expected
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -199,10 +199,10 @@ def test_a_row_of_parquet_is_its_text_or_all_that_is_text(columns: int, tmp_path
     texts = pyarrow.array(["a", None, long, "", "b"]).dictionary_encode()
     table = {"n": [1, 2, 3, 4, 5], "other": ["v", "w", "x", "y", "z"], "l": [["q"]] * 5, "text": texts}
     parquet.write_table(pyarrow.table(dict(list(table.items())[: 2 * columns])), tmp_path / "t.parquet", row_group_size=2)
-    found = list(rows.read_pieces(text_source(str(tmp_path / "t.parquet"), None, 5, 0)))
+    pieces = list(rows.read_pieces(text_source(str(tmp_path / "t.parquet"), None, 5, 0)))
     size = rows.PIECE_CHARACTERS
     long_ones = [long[:size], long[size : 2 * size], long[2 * size :]]
-    assert found == (["v", "w", "x", "y", "z"] if columns == 1 else ["a", "w", *long_ones, "b"])
+    assert pieces == (["v", "w", "x", "y", "z"] if columns == 1 else ["a", "w", *long_ones, "b"])
 
 
 def write_bomb(path: Path, rows_: int, characters: int) -> Path:

@@ -38,53 +38,53 @@ def test_the_progress_of_the_products_of_a_phase_is_one() -> None:
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "narrow"])  # a width that EXL2 does not store
 def test_states_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     """Also where it fuses experts, or q, k and v, which the plan stores one by one."""
-    folder, given = save_model(tmp_path / "m", name), settings(tmp_path)
+    folder, quantize_settings = save_model(tmp_path / "m", name), settings(tmp_path)
     with prepare({"merge_method": "passthrough", "models": [{"model": str(folder)}]}) as prepared:
         prepared = prepared.with_plan(replace(prepared.plan, steps=tuple(prepare_model(prepared.plan).steps)))
-        run = text_run(prepared, given)
+        run = text_run(prepared, quantize_settings)
         states = [run.embedding(run.text_rows)]
         for i in range(run.layers):
             states.append(run.states(i, states[-1]))
-        kept = [replace(each, transient=False) for each in (run.text_rows, *states)]
+        kept = [replace(product, transient=False) for product in (run.text_rows, *states)]
         prepared = prepared.with_plan(replace(prepared.plan, products=tuple(kept)))
-        found = captured(prepared, kept).arrays
+        arrays = captured(prepared, kept).arrays
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     entering: list[torch.Tensor] = []
     for module in (*model.model.layers, model.model.norm):
         module.register_forward_pre_hook(lambda _module, args: entering.append(args[0]))
     with torch.inference_mode():
-        model(rows_for(given, folder))
+        model(rows_for(quantize_settings, folder))
     for i in range(3):
-        torch.testing.assert_close(torch.from_numpy(found[f"states {i}"][0]), entering[i], rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(torch.from_numpy(arrays[f"states {i}"][0]), entering[i], rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma2", "phi3", "mixtral", "qwen3 moe"])
 def test_gradients_are_those_of_the_whole_model(name: str, tmp_path: Path) -> None:
     """For labels drawn from its own predictions."""
-    folder, given = save_model(tmp_path / "m", name), settings(tmp_path)
+    folder, quantize_settings = save_model(tmp_path / "m", name), settings(tmp_path)
     config = json.loads((folder / "config.json").read_text())
     config.pop("final_logit_softcapping", None)  # Gemma 2 caps its logits all the same
     (folder / "config.json").write_text(json.dumps(config))
     changed(folder, o_proj=20, down_proj=20, w2=20, down=20, lm_head=20, embed_tokens=20)
     with prepare({"merge_method": "passthrough", "models": [{"model": str(folder)}]}) as prepared:
         prepared = prepared.with_plan(replace(prepared.plan, steps=tuple(prepare_model(prepared.plan).steps)))
-        run = text_run(prepared, given)
-        kept = [replace(each, transient=False) for each in run.backward(lambda *_: (), lambda layer: run.linear(layer))]
+        run = text_run(prepared, quantize_settings)
+        kept = [replace(product, transient=False) for product in run.backward(lambda *_: (), lambda layer: run.linear(layer))]
         kept.append(replace(run.gradients(0, kept[1], kept[-1]), transient=False))
         prepared = prepared.with_plan(replace(prepared.plan, products=tuple(kept)))
-        found = captured(prepared, kept).arrays
+        arrays = captured(prepared, kept).arrays
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
     states: list[torch.Tensor] = []
     for module in (*model.model.layers, model.model.norm):
         module.register_forward_pre_hook(lambda _module, args: states.append(args[0]))
-    for number, ids in enumerate(rows_for(given, folder)):
+    for number, ids in enumerate(rows_for(quantize_settings, folder)):
         states.clear()
         logs = model(inputs_embeds=model.get_input_embeddings()(ids[None]).requires_grad_()).logits[0].log_softmax(1)
         below = logs.detach().exp().double().cumsum(1)
         draws = torch.from_numpy(np.random.default_rng([0, number]).random(len(ids), np.float32))
         labels = (below < draws[:, None] * below[:, -1:]).sum(1)
         for layer, expected in enumerate(torch.autograd.grad(logs.gather(1, labels[:, None]).sum(), states)):
-            gradient = torch.from_numpy(found[f"gradients {layer}"][0][number])
+            gradient = torch.from_numpy(arrays[f"gradients {layer}"][0][number])
             assert gradient.abs().max() > 1e-4
             torch.testing.assert_close(gradient, expected[0], rtol=1e-3, atol=1e-3 * float(expected.abs().max()))

@@ -55,11 +55,11 @@ def words(file: Path, text: str) -> Path:
 
 def test_rows_follow_each_other_and_what_is_left_over_is_not_scored(tmp_path: Path) -> None:
     file = words(tmp_path / "t.txt", "abcdefghijk")
-    found = rows_of(file, 4)
+    rows = rows_of(file, 4)
     tokenizer = byte_tokenizer()
-    assert [tokenizer.decode(row) for row in found.ids.tolist()] == ["abcd", "efgh"]
-    assert found.nbytes.tolist() == [[UNSCORED, 1, 1, 1]] * 2
-    assert found.tokens == 6
+    assert [tokenizer.decode(row) for row in rows.ids.tolist()] == ["abcd", "efgh"]
+    assert rows.nbytes.tolist() == [[UNSCORED, 1, 1, 1]] * 2
+    assert rows.tokens == 6
     assert rows_of(file, 4, rows=1).ids.shape == (1, 4)
     assert rows_of(file, 4, most=1).ids.shape == (1, 4)
     short = rows_of(file, 64)
@@ -67,15 +67,15 @@ def test_rows_follow_each_other_and_what_is_left_over_is_not_scored(tmp_path: Pa
 
 
 def test_every_row_begins_with_what_the_tokenizer_puts_before_texts(tmp_path: Path) -> None:
-    found = rows_of(words(tmp_path / "t.txt", "abcdefg"), 4, bos=True)
-    assert found.ids[:, 0].tolist() == [256, 256]
-    assert found.nbytes.tolist() == [[UNSCORED, 1, 1, 1]] * 2
+    rows = rows_of(words(tmp_path / "t.txt", "abcdefg"), 4, bos=True)
+    assert rows.ids[:, 0].tolist() == [256, 256]
+    assert rows.nbytes.tolist() == [[UNSCORED, 1, 1, 1]] * 2
 
 
 def test_the_bytes_of_a_character_are_those_of_its_first_token(tmp_path: Path) -> None:
-    found = rows_of(words(tmp_path / "t.txt", "aé🙂z"), 64)
-    assert found.nbytes.tolist() == [[UNSCORED, 2, 0, 4, 0, 0, 0, 1]]
-    assert int(found.nbytes[0, 1:].sum()) == len("é🙂z".encode())
+    rows = rows_of(words(tmp_path / "t.txt", "aé🙂z"), 64)
+    assert rows.nbytes.tolist() == [[UNSCORED, 2, 0, 4, 0, 0, 0, 1]]
+    assert int(rows.nbytes[0, 1:].sum()) == len("é🙂z".encode())
 
 
 @pytest.mark.parametrize(
@@ -108,8 +108,8 @@ def talks(file: Path, *lines: Any) -> Path:
 @pytest.mark.slow
 def test_answers_are_scored_up_to_their_end(tmp_path: Path) -> None:
     """Special tokens are scored, and are no bytes of the text."""
-    found = rows_of(talks(tmp_path / "t.jsonl", TALK), 64)
-    [ids], [nbytes] = found.ids, found.nbytes
+    rows = rows_of(talks(tmp_path / "t.jsonl", TALK), 64)
+    [ids], [nbytes] = rows.ids, rows.nbytes
     tokenizer = byte_tokenizer()
     told = tokenizer.decode(ids[nbytes >= 0].tolist(), skip_special_tokens=False)
     assert told == "Café<|end|>\nNo.<|end|>\n"
@@ -121,18 +121,18 @@ def test_answers_are_scored_up_to_their_end(tmp_path: Path) -> None:
 def test_conversations_of_sharegpt_are_those_of_messages(tmp_path: Path) -> None:
     names = {"user": "human", "assistant": "gpt"}
     turns = [{"from": names[m["role"]], "value": m["content"]} for m in TALK["messages"]]
-    found = rows_of(talks(tmp_path / "s.jsonl", {"id": "identity_0", "conversations": turns}, TALK), 64)
-    for mine, theirs in zip(found.ids, rows_of(talks(tmp_path / "t.jsonl", TALK, TALK), 64).ids, strict=True):
+    rows = rows_of(talks(tmp_path / "s.jsonl", {"id": "identity_0", "conversations": turns}, TALK), 64)
+    for mine, theirs in zip(rows.ids, rows_of(talks(tmp_path / "t.jsonl", TALK, TALK), 64).ids, strict=True):
         assert np.array_equal(mine, theirs)
 
 
 @pytest.mark.slow
 def test_conversations_that_do_not_fit_a_row_are_cut_and_counted(tmp_path: Path) -> None:
     short = {"messages": TALK["messages"][:2]}
-    found = rows_of(talks(tmp_path / "t.jsonl", short, TALK), 15)
-    assert found.ids.shape == (2, 15)
-    assert found.shortened == 1
-    assert found.unplaced == 0
+    rows = rows_of(talks(tmp_path / "t.jsonl", short, TALK), 15)
+    assert rows.ids.shape == (2, 15)
+    assert rows.shortened == 1
+    assert rows.unplaced == 0
 
 
 @pytest.mark.slow
@@ -141,9 +141,9 @@ def test_answers_that_the_template_rewrites_later_are_counted(tmp_path: Path) ->
         "{% for m in messages %}{% if loop.last or m.role == 'user' %}<|{{ m.role }}|>{{ m.content }}{% endif %}{% endfor %}"
     )
     only_last += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-    found = rows_of(talks(tmp_path / "t.jsonl", TALK), 64, template=only_last)
-    assert found.unplaced == 1
-    assert byte_tokenizer().decode(found.ids[0][found.nbytes[0] >= 0].tolist()) == "No."
+    rows = rows_of(talks(tmp_path / "t.jsonl", TALK), 64, template=only_last)
+    assert rows.unplaced == 1
+    assert byte_tokenizer().decode(rows.ids[0][rows.nbytes[0] >= 0].tolist()) == "No."
 
 
 @pytest.mark.slow
@@ -210,9 +210,9 @@ def test_a_conversation_is_written_as_transformers_writes_it(tmp_path: Path) -> 
     )
     theirs = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), bos_token="<s>", chat_template=template)
     expected = theirs.apply_chat_template(TALK["messages"], tokenize=True, return_dict=False)
-    found = rows_of(talks(tmp_path / "t.jsonl", TALK), 64, template=template)
-    assert found.ids[0].tolist() == list(expected)
-    assert byte_tokenizer().decode(found.ids[0][found.nbytes[0] >= 0].tolist(), skip_special_tokens=False) == (
+    rows = rows_of(talks(tmp_path / "t.jsonl", TALK), 64, template=template)
+    assert rows.ids[0].tolist() == list(expected)
+    assert byte_tokenizer().decode(rows.ids[0][rows.nbytes[0] >= 0].tolist(), skip_special_tokens=False) == (
         "Café<|end|>No.<|end|>"
     )
 

@@ -32,7 +32,7 @@ KINDS = {"regmean": "second_moments", "fisher": "fisher"}
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def measured_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three models, two texts, and statistics of two of the models."""
     folder = tmp_path_factory.mktemp("stored")
     for seed, name in enumerate(("base", "a", "b")):
@@ -53,12 +53,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def work(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def work(measured_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The same at another place."""
-    shutil.copytree(made, tmp_path / "work")
+    shutil.copytree(measured_models, tmp_path / "work")
     record = tmp_path / "work" / "a-stats" / "statistics.json"
     monkeypatch.chdir(tmp_path / "work")
-    assert str(made / "a.txt") in record.read_text()
+    assert str(measured_models / "a.txt") in record.read_text()
     return tmp_path / "work"
 
 
@@ -69,9 +69,9 @@ def recipe(method: str, **texts: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("method", KINDS)
 def test_a_merge_from_folders_has_the_bytes_of_that_from_texts(
-    method: str, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, measured_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(made)
+    monkeypatch.chdir(measured_models)
     texts = {name: {"file": f"{name}.txt", **ROWS} for name in "ab"}
     weightsmith.merge(recipe(method, **texts), tmp_path / "texts", card=False, progress=False)
     with prepare(recipe(method)) as prepared:
@@ -83,13 +83,13 @@ def test_a_merge_from_folders_has_the_bytes_of_that_from_texts(
     assert first == others[0] == others[1]
 
 
-def test_a_copy_of_the_model_will_do_and_the_text_may_be_gone(work: Path, made: Path) -> None:
-    (made / "a.txt").rename(made / "gone.txt")
+def test_a_copy_of_the_model_will_do_and_the_text_may_be_gone(work: Path, measured_models: Path) -> None:
+    (measured_models / "a.txt").rename(measured_models / "gone.txt")
     try:
         with prepare(recipe("regmean")) as prepared:
             assert len(prepared.plan.products) == 4
     finally:
-        (made / "gone.txt").rename(made / "a.txt")
+        (measured_models / "gone.txt").rename(measured_models / "a.txt")
 
 
 def change_weights(folder: Path) -> None:
@@ -143,19 +143,21 @@ def test_what_is_not_that_model_is_one_error(change: Callable[[Path], None], sai
     assert "models[0].text" in str(problem) or "a-stats" in str(problem)
 
 
-def test_a_changed_text_a_kind_that_is_missing_and_rows_are_errors(made: Path, work: Path) -> None:
-    text = (made / "a.txt").read_text()
-    (made / "a.txt").write_text(text + "more")
+def test_a_changed_text_a_kind_that_is_missing_and_rows_are_errors(measured_models: Path, work: Path) -> None:
+    text = (measured_models / "a.txt").read_text()
+    (measured_models / "a.txt").write_text(text + "more")
     try:
         with pytest.raises(PlanError) as caught:
             prepare(recipe("regmean", a={"file": "a-stats", "rows": 6}) | {"text": "a-stats", "parameters": {"aim": 0.4}})
     finally:
-        (made / "a.txt").write_text(text)
-    found = [str(problem) for problem in caught.value.problems]
-    assert any("the statistics 'a-stats' have second_moments, fisher, but no magnitudes" in each for each in found)
-    assert any("weightsmith statistics with --kind second_moments --kind fisher --kind magnitudes" in each for each in found)
-    assert any("statistics have the rows they were made of" in each for each in found)
-    assert any(f"the text '{made}/a.txt' has changed since it was measured" in each for each in found)
+        (measured_models / "a.txt").write_text(text)
+    messages = [str(problem) for problem in caught.value.problems]
+    assert any("the statistics 'a-stats' have second_moments, fisher, but no magnitudes" in message for message in messages)
+    assert any(
+        "weightsmith statistics with --kind second_moments --kind fisher --kind magnitudes" in message for message in messages
+    )
+    assert any("statistics have the rows they were made of" in message for message in messages)
+    assert any(f"the text '{measured_models}/a.txt' has changed since it was measured" in message for message in messages)
 
 
 def test_arrays_are_mapped_from_the_folder_and_need_no_memory(work: Path) -> None:
@@ -182,7 +184,7 @@ def test_an_array_that_is_damaged_is_not_merged(work: Path) -> None:
 
 
 def test_statistics_go_on_after_a_kill_and_replace_nothing_of_others(
-    made: Path, work: Path, monkeypatch: pytest.MonkeyPatch
+    measured_models: Path, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep, kept = Staging.keep, list[str]()
 
@@ -192,15 +194,15 @@ def test_statistics_go_on_after_a_kill_and_replace_nothing_of_others(
         kept.append(product.name)
         return keep(staging, product, arrays)
 
-    def again(name: str, **more: Any) -> None:
-        weightsmith.statistics("a", made / "a.txt", name, kind=[*KINDS.values()], **ROWS, progress=False, **more)
+    def again(name: str, **options: Any) -> None:
+        weightsmith.statistics("a", measured_models / "a.txt", name, kind=[*KINDS.values()], **ROWS, progress=False, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(Staging, "keep", stop)
         with pytest.raises(KeyboardInterrupt):
             again("two", threads=2)
     again("two", threads=2)
-    assert (work / "two" / "model.safetensors").read_bytes() == (made / "a-stats" / "model.safetensors").read_bytes()
+    assert (work / "two" / "model.safetensors").read_bytes() == (measured_models / "a-stats" / "model.safetensors").read_bytes()
     (work / "mine").mkdir()
     (work / "mine" / "diary.txt").write_text("dear")
     with pytest.raises(weightsmith.OutputExists):

@@ -94,7 +94,7 @@ def test_what_is_no_recipe_is_a_clear_error(source: Any) -> None:
 
 def test_values_are_put_into_the_recipe(recipe: dict[str, Any]) -> None:
     plan = weightsmith.plan(recipe, settings={"models[0].parameters.weight": 3})
-    assert [own["weight"] for own in plan.settings[-1].models] == [3, 1]
+    assert [model_settings["weight"] for model_settings in plan.settings[-1].models] == [3, 1]
     assert "weight: 3" in plan.recipe
 
 
@@ -160,16 +160,16 @@ def test_a_call_clears_its_own_bar_and_leaves_the_caller_s(monkeypatch: pytest.M
         def close(self) -> None:
             closed.append(self)
 
-    own, callers = Counted(), Counted()
-    monkeypatch.setattr("weightsmith._execution.progress.watched_meter", lambda: own)
+    call_bar, callers = Counted(), Counted()
+    monkeypatch.setattr("weightsmith._execution.progress.watched_meter", lambda: call_bar)
     with meters.shown_meter(callers) as shown:
         assert shown is callers
     with meters.shown_meter(False) as shown:
-        assert shown is not own
+        assert shown is not call_bar
     assert closed == []
     with meters.shown_meter(True) as shown:
-        assert shown is own
-    assert closed == [own]
+        assert shown is call_bar
+    assert closed == [call_bar]
 
 
 def test_the_meter_is_a_bar_on_a_terminal_a_cell_in_a_notebook_and_silent_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,8 +39,8 @@ def tensors_of(folder: str | Path) -> dict[str, np.ndarray]:
 
 
 def config_of(folder: str | Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
-    return found
+    config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
+    return config
 
 
 @pytest.mark.parametrize("name", ["w4a16", "gguf-q4_k_m"])
@@ -66,9 +66,9 @@ def test_a_model_is_quantised_and_dequantised(model: Path, cli: Cli) -> None:
     assert cli("dequantize", "q", "plain", "--quiet").code == 0
     assert config_of("plain") == config_of("m")
     expected = tensors_of("q")
-    for name, found in tensors_of("plain").items():
-        np.testing.assert_array_equal(found, expected[name].astype(found.dtype), name)
-        assert found.dtype == tensors_of("m")[name].dtype
+    for name, array in tensors_of("plain").items():
+        np.testing.assert_array_equal(array, expected[name].astype(array.dtype), name)
+        assert array.dtype == tensors_of("m")[name].dtype
 
 
 def test_the_dtype_of_plain_weights(model: Path, cli: Cli) -> None:
@@ -193,7 +193,7 @@ def test_an_option_of_runs_is_none_of_plans(name: str, arguments: tuple[str, ...
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         ({"format": None}, r"--format \(format\): must be a string, not None"),
         ({"format": ["w4a16"]}, r"--format \(format\): must be a string, not \['w4a16'\]"),
@@ -205,12 +205,12 @@ def test_an_option_of_runs_is_none_of_plans(name: str, arguments: tuple[str, ...
     ],
     ids=str,
 )
-def test_a_setting_of_another_type_is_one_clear_error(model: Path, given: dict[str, Any], message: str) -> None:
+def test_a_setting_of_another_type_is_one_clear_error(model: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        weightsmith.quantize(model, "q", **{"format": "exl2", **given})
-    if "format" not in given:
+        weightsmith.quantize(model, "q", **{"format": "exl2", **options})
+    if "format" not in options:
         with pytest.raises(PlanError, match=message):
-            weightsmith.plan({"merge_method": "passthrough", "models": [{"model": "m"}]}, quantize="exl2", **given)
+            weightsmith.plan({"merge_method": "passthrough", "models": [{"model": "m"}]}, quantize="exl2", **options)
     assert not Path("q").exists()
 
 

@@ -14,11 +14,15 @@ from weightsmith._base import errors
 from weightsmith._base.errors import Finding, NotFound, PlanError, UnknownParameter, WeightsmithError, excerpt, report
 
 SOURCE = Path(weightsmith.__file__).parent
-CLASSES = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, WeightsmithError)]
+CLASSES = [
+    error_class
+    for error_class in vars(errors).values()
+    if isinstance(error_class, type) and issubclass(error_class, WeightsmithError)
+]
 
 
 def test_every_class_has_a_code_of_its_own() -> None:
-    codes = {each.__name__: each.code for each in CLASSES}
+    codes = {error_class.__name__: error_class.code for error_class in CLASSES}
     assert len(set(codes.values())) == len(codes)
     assert codes["UnknownParameter"] == "unknown-parameter"
     assert codes["NotFound"] == "not-found"
@@ -26,7 +30,7 @@ def test_every_class_has_a_code_of_its_own() -> None:
     assert codes["OutputExists"] == "output-exists"
 
 
-@pytest.mark.parametrize("name", [each.__name__ for each in CLASSES])
+@pytest.mark.parametrize("name", [error_class.__name__ for error_class in CLASSES])
 def test_every_error_can_be_imported_from_the_package(name: str) -> None:
     assert getattr(weightsmith, name) is getattr(errors, name)
     assert name in weightsmith.__all__
@@ -144,9 +148,9 @@ def fixes() -> Iterator[tuple[str, str]]:
 
 @pytest.mark.slow
 def test_every_fix_says_what_to_do() -> None:
-    found = list(fixes())
-    assert len(found) > 200
-    assert [(where, text) for where, text in found if text.split()[0].strip(",:").lower() not in VERBS] == []
+    all_fixes = list(fixes())
+    assert len(all_fixes) > 200
+    assert [(where, text) for where, text in all_fixes if text.split()[0].strip(",:").lower() not in VERBS] == []
 
 
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, WeightsmithError)]

@@ -15,11 +15,11 @@ from weightsmith._base import installation
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    for each in (installation.installed_by, installation.installed_from):
-        each.cache_clear()
+    for function in (installation.installed_by, installation.installed_from):
+        function.cache_clear()
     yield
-    for each in (installation.installed_by, installation.installed_from):
-        each.cache_clear()
+    for function in (installation.installed_by, installation.installed_from):
+        function.cache_clear()
 
 
 def _installed(monkeypatch: pytest.MonkeyPatch, about: object, prefix: str = "/usr") -> None:
@@ -64,8 +64,8 @@ def test_a_release_is_what_an_index_has_sent(
     for place in ("site-packages", "src"):
         (tmp_path / place / "weightsmith").mkdir(parents=True)
     text = None if origin is None else json.dumps(origin)
-    found = SimpleNamespace(read_text=lambda file: text, locate_file=lambda name: tmp_path / "site-packages" / name)
-    monkeypatch.setattr("importlib.metadata.distribution", lambda name: found)
+    distribution = SimpleNamespace(read_text=lambda file: text, locate_file=lambda name: tmp_path / "site-packages" / name)
+    monkeypatch.setattr("importlib.metadata.distribution", lambda name: distribution)
     assert installation.is_release(tmp_path / ("site-packages" if installed else "src") / "weightsmith") == release
 
 

@@ -65,7 +65,7 @@ PARAMETERS = {
 
 def flags_of(command: str) -> dict[str, Any]:
     """The parameters of a command by flag."""
-    return {flag: each for each in COMMANDS[command].params for flag in (*each.opts, *each.secondary_opts)}
+    return {flag: parameter for parameter in COMMANDS[command].params for flag in (*parameter.opts, *parameter.secondary_opts)}
 
 
 def section(command: str) -> str:
@@ -90,12 +90,12 @@ def test_an_option_has_its_flag_in_every_command_that_names_it(record: type[Any]
     assert option.commands
     for command in option.commands:
         name = {"evaluate": "eval"}.get(command, command.replace("_", "-"))
-        found = flags_of(name)
+        flags = flags_of(name)
         for spelling in option.spellings(command):
             for flag in spelling.split("/"):
-                assert found[flag].name == option.keyword(command)
+                assert flags[flag].name == option.keyword(command)
                 assert f"`{flag}" in section(name)
-        shown = " ".join(found[option.flag(command)].help.split())
+        shown = " ".join(flags[option.flag(command)].help.split())
         assert shown.startswith(option.sentence(lambda other: options.find_option(other).flag()))
 
 
@@ -143,14 +143,16 @@ def test_the_dtype_of_the_output_has_one_name_in_all_commands() -> None:
     for record, option in EVERY:
         for command in option.commands:
             assert option.keyword(command) != "dtype", f"{record.__name__} in {command}"
-    having = {command for command, each in COMMANDS.items() if any("--out-dtype" in param.opts for param in each.params)}
+    having = {
+        command for command, definition in COMMANDS.items() if any("--out-dtype" in param.opts for param in definition.params)
+    }
     assert having == {"merge", "moe", "plan", "preview", "quantize", "dequantize", "extract-lora", "convert-lora"}
 
 
 def test_choices_are_what_the_features_have() -> None:
     assert options.find_option("quantize").values == tuple(FORMATS)
     assert options.find_option("head_bits").values == (*HEAD, PLAIN_HEAD)
-    assert tuple(each.name for each in APPROXIMATIONS) == options.find_option("approximation").values
+    assert tuple(approximation.name for approximation in APPROXIMATIONS) == options.find_option("approximation").values
 
 
 # ---- one check
@@ -228,12 +230,14 @@ OUT_OF_RANGE = [
 def test_a_wrong_value_has_one_message_on_the_command_line_and_in_python(
     cli: Cli, command: str, keyword: str, text: str, value: Any, said: str
 ) -> None:
-    function, given = CALLS[command]
+    function, arguments = CALLS[command]
     with pytest.raises(PlanError) as caught:
-        function(*given, **{keyword: value})
-    flag = next(each for _, each in EVERY if each.keyword(command) == keyword and command in each.commands).flag(command)
+        function(*arguments, **{keyword: value})
+    flag = next(option for _, option in EVERY if option.keyword(command) == keyword and command in option.commands).flag(
+        command
+    )
     assert f"error[parameter]: {flag} ({keyword}): {said}" in str(caught.value)
-    inputs = [each for each in given if each != "int8"]
+    inputs = [argument for argument in arguments if argument != "int8"]
     ran = cli(command.replace("_", "-"), *inputs, *(["--format", "int8"] if command == "quantize" else []), flag, text)
     assert ran.code == 2
     assert ran.err.strip() == str(caught.value) if text != "nan" else said in ran.err
@@ -264,13 +268,13 @@ def test_values_are_read_as_the_record_has_them() -> None:
 
 @pytest.mark.parametrize("text", ["", "x", "=3", "a={", "5B", "1 XB", "-1", "1e9"])
 def test_a_text_that_is_no_size_or_setting(text: str) -> None:
-    for name, given in (("max_memory_bytes", text), ("settings", [text])):
+    for name, value in (("max_memory_bytes", text), ("settings", [text])):
         with pytest.raises(ValueError, match="must be"):
-            options.find_option(name).read(given, text=True)
+            options.find_option(name).read(value, text=True)
 
 
 def test_records_are_frozen_and_their_fields_are_options() -> None:
     for record in options.option_records():
-        assert [each.name for each in dataclasses.fields(record)] == [*options.options_of(record)]
+        assert [field.name for field in dataclasses.fields(record)] == [*options.options_of(record)]
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(record(), next(iter(options.options_of(record))), None)

@@ -105,7 +105,7 @@ def test_escapes_of_yaml_hide_no_secret(written: str, monkeypatch: pytest.Monkey
         monkeypatch.setenv("MY_TOKEN", "p4ssw0rdS")
     assert redacted(f"a: {written} # b") == "a: *** # b"
     recipe = f"merge_method: linear\nmodels:\n- {{model: {written}, parameters: {{weight: 1}}}}\n"
-    [problem, *_] = [each for each in load(recipe).problems if "password" in str(each)]
+    [problem, *_] = [problem for problem in load(recipe).problems if "password" in str(problem)]
     assert problem.finding.where.startswith("<text>:3:")
 
 

@@ -42,10 +42,10 @@ def iso_c(ds: list[Array], beta: float) -> Array:
 
 def iso_cts(ds: list[Array], common: float) -> Array:
     rank = min(ds[0].shape)
-    own = round((rank - int(common * rank)) / len(ds))
-    parts = [svd(np.sum(ds, axis=0), rank - own * len(ds))]
+    separate = round((rank - int(common * rank)) / len(ds))
+    parts = [svd(np.sum(ds, axis=0), rank - separate * len(ds))]
     outside = np.eye(len(ds[0])) - parts[0][0] @ parts[0][0].T
-    parts += [svd(outside @ d, own) for d in ds]
+    parts += [svd(outside @ d, separate) for d in ds]
     u, v = np.hstack([p[0] for p in parts]), np.vstack([p[2] for p in parts]).T
     return np.concatenate([p[1] for p in parts]).mean() * polar(u) @ polar(v).T
 

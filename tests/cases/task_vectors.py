@@ -81,14 +81,14 @@ def by_rank(density: float, epsilon: float, unbiased: bool = False) -> Mask:
     return mask
 
 
-def models(*weights: float, **own: float) -> list[dict[str, Any]]:
-    return [{}, *[{"weight": w, **own} for w in weights]]
+def models(*weights: float, **parameters: float) -> list[dict[str, Any]]:
+    return [{}, *[{"weight": w, **parameters} for w in weights]]
 
 
-def case(name: str, method: str, shared: dict[str, Any], own: list[dict[str, Any]], mask: Mask, **how: Any) -> Case:
-    weights = [m["weight"] for m in own[1:]]
+def case(name: str, method: str, shared: dict[str, Any], per_model: list[dict[str, Any]], mask: Mask, **how: Any) -> Case:
+    weights = [m["weight"] for m in per_model[1:]]
     identity = how.pop("identity", True)
-    return Case(name, method, shared, own, lambda a: merged(a, weights, mask, **how), identity=identity)
+    return Case(name, method, shared, per_model, lambda a: merged(a, weights, mask, **how), identity=identity)
 
 
 ELECTED = {"elect": True, "mean": True}
@@ -122,12 +122,12 @@ def in_turn(arrays: Arrays, weights: Sequence[float], keep: int, group: int) -> 
     total, free = f64(arrays)[0], np.ones(arrays[0].shape, bool)
     for w, d in zip(weights, deltas(arrays), strict=True):
         mask = np.zeros(d.shape, bool)
-        for row, kept, left in zip(in_rows(d), in_rows(mask), in_rows(free), strict=True):
+        for row, kept, free_row in zip(in_rows(d), in_rows(mask), in_rows(free), strict=True):
             for start in range(0, row.size, group):
-                part = np.where(left[start : start + group], row[start : start + group], 0)
+                part = np.where(free_row[start : start + group], row[start : start + group], 0)
                 quota = -(-keep * part.size // group)
                 kept[start : start + group] = reference.keep_largest(part, quota) & (part != 0)
-                left[start : start + group] &= ~kept[start : start + group]
+                free_row[start : start + group] &= ~kept[start : start + group]
         total = total + w * np.where(mask, d, 0.0)
     return total
 

@@ -63,11 +63,11 @@ def write(folder: Path, seed: int, dtype: Any = BF16, shapes: Mapping[str, tuple
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("computed")
+    root = tmp_path_factory.mktemp("computed")
     for seed, name in enumerate("abc"):
-        write(made / name, seed)
-    write(made / "x", 4, np.float32)
-    return made
+        write(root / name, seed)
+    write(root / "x", 4, np.float32)
+    return root
 
 
 def at(folder: Path, recipe: dict[str, Any]) -> dict[str, Any]:
@@ -90,8 +90,8 @@ def opened(folder: Path, recipe: dict[str, Any], resources: Resources, **options
 def written(folder: Path, recipe: dict[str, Any], out: Path, **options: Any) -> dict[str, np.ndarray]:
     """What the engine writes of it."""
     weightsmith.merge(at(folder, recipe), out, progress=False, fsync=False, **options)
-    with open_checkpoint(out) as made:
-        return {name: made.read(name) for name in made.specs}
+    with open_checkpoint(out) as checkpoint:
+        return {name: checkpoint.read(name) for name in checkpoint.specs}
 
 
 class TestComputed(SourceTests):
@@ -128,17 +128,17 @@ def test_threads_share_the_statistics(method: str, folder: Path, tmp_path: Path)
     expected = written(folder, METHODS[method], tmp_path / "out")
     source = computed(folder, METHODS[method])
     source.set_run(Resources(tile_bytes=1))
-    found: dict[int, bytes] = {}
+    parts: dict[int, bytes] = {}
 
     def work(k: int) -> None:
-        found[k] = read(source, "model.embed_tokens.weight", slice(k * 100, k * 100 + 100)).tobytes()
+        parts[k] = read(source, "model.embed_tokens.weight", slice(k * 100, k * 100 + 100)).tobytes()
 
     threads = [threading.Thread(target=work, args=(k,)) for k in range(11)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert b"".join(found[k] for k in range(11)) == expected["model.embed_tokens.weight"].tobytes()
+    assert b"".join(parts[k] for k in range(11)) == expected["model.embed_tokens.weight"].tobytes()
     source.close()
 
 
@@ -219,10 +219,10 @@ def test_an_infinity_of_one_model_is_an_error_in_every_thread(folder: Path, tmp_
 def test_a_copied_tensor_is_where_its_model_has_it(folder: Path) -> None:
     source = computed(folder, {"merge_method": "passthrough", "models": [{"model": "a"}]})
     with open_checkpoint(folder / "a") as model:
-        place, found = model.location("model.norm.weight"), source.location("model.norm.weight")
+        place, location = model.location("model.norm.weight"), source.location("model.norm.weight")
         assert place is not None
-        assert found is not None
-        assert found[1] == place[1]
+        assert location is not None
+        assert location[1] == place[1]
         assert read(source, "model.norm.weight").tobytes() == model.read("model.norm.weight").tobytes()
     merged = computed(folder, LINEAR)
     assert merged.location("model.norm.weight") is None
@@ -280,10 +280,10 @@ WHOLE = {
 @pytest.fixture(scope="module")
 def layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models with linear layers."""
-    made = tmp_path_factory.mktemp("layers")
+    root = tmp_path_factory.mktemp("layers")
     for seed, name in enumerate("abc"):
-        write(made / name, seed, shapes={**SHAPES, **LINEAR_LAYERS})
-    return made
+        write(root / name, seed, shapes={**SHAPES, **LINEAR_LAYERS})
+    return root
 
 
 @pytest.mark.slow

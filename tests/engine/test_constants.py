@@ -28,11 +28,11 @@ SPOTS = {(0, 0): np.inf, (199, 516): np.nan, (200, 7): -np.inf}
 
 def spoiled(arrays: list[np.ndarray], value: float | None = None) -> list[np.ndarray]:
     """The same constants, or `value` in their place, in each."""
-    found = [array.copy() for array in arrays]
-    for array in found:
+    copies = [array.copy() for array in arrays]
+    for array in copies:
         for spot, constant in SPOTS.items():
             array[spot] = constant if value is None else value
-    return found
+    return copies
 
 
 def adjusted(name: str, **steps: Any) -> Case:
@@ -60,17 +60,17 @@ BY_JOB = {
 
 @pytest.mark.parametrize("name", BY_JOB)
 def test_the_cases_have_these_jobs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, plain = set(), Reader.job
+    class_names, plain = set(), Reader.job
 
     def job(self: Reader, step: Step) -> Job:
-        made = plain(self, step)
-        found.add(type(made).__name__)
-        return made
+        step_job = plain(self, step)
+        class_names.add(type(step_job).__name__)
+        return step_job
 
     monkeypatch.setattr(Reader, "job", job)
     case = BY_JOB[name]
     run_case(case, tmp_path, fine_tunes((3, 5), case.inputs - 1), out=BF16)
-    assert found == {name.partition(",")[0]}
+    assert class_names == {name.partition(",")[0]}
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf], ids=str)
@@ -94,11 +94,11 @@ def test_constants_that_are_not_finite_are_copied_and_all_else_is_as_if_they_wer
     case = BY_JOB[name]
     arrays = fine_tunes((300, 517), case.inputs - 1)
     got = run_case(case, tmp_path / "a", spoiled(arrays), out=BF16)
-    wanted = run_case(case, tmp_path / "b", spoiled(arrays, 0), out=BF16).copy()
+    expected = run_case(case, tmp_path / "b", spoiled(arrays, 0), out=BF16).copy()
     for spot, constant in SPOTS.items():
         assert np.array_equal(got[spot].astype(np.float64), constant, equal_nan=True)
-        wanted[spot] = constant
-    assert got.tobytes() == wanted.tobytes()
+        expected[spot] = constant
+    assert got.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize(("first", "second"), [(np.inf, -np.inf), (np.inf, np.nan), (np.nan, 1.0), (1.0, np.inf)])
@@ -122,9 +122,9 @@ def test_one_model_alone_has_nobody_to_agree_with() -> None:
 @pytest.mark.parametrize("at", [0, 4])
 def test_the_first_element_and_the_last_are_looked_at_in_inputs_and_in_results(at: int) -> None:
     values = np.ones(5, np.float32)
-    for value, found in ((np.inf, rf"element \[{at}\] is inf"), (3e38, rf"element \[{at}\] of the result is not a number")):
+    for value, message in ((np.inf, rf"element \[{at}\] is inf"), (3e38, rf"element \[{at}\] of the result is not a number")):
         values[at] = value
-        with pytest.raises(NonFinite, match=found):
+        with pytest.raises(NonFinite, match=message):
             weightsmith.merge_state_dicts("passthrough", [{"w": values}], scale=2)
 
 

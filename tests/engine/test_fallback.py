@@ -104,8 +104,8 @@ def test_an_infinity_from_another_model_is_reported(tmp_path: Path) -> None:
     with pytest.raises(NonFinite) as caught:
         computed(tmp_path, arrays, "BF16", "linear")
     assert "m0, tensor w: element [1, 2], taken from other models, is inf" in str(caught.value)
-    found = computed(tmp_path / "again", arrays, "BF16", "linear", allow_nonfinite=True)
-    assert found[1, 2] == np.inf
+    array = computed(tmp_path / "again", arrays, "BF16", "linear", allow_nonfinite=True)
+    assert array[1, 2] == np.inf
 
 
 @pytest.mark.parametrize(

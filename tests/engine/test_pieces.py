@@ -33,7 +33,7 @@ def spec(name: str, shape: tuple[int, ...], dtype: str = "BF16") -> TensorSpec:
     return TensorSpec(name, DTYPES[dtype], shape)
 
 
-def made(
+def run_step(
     folder: Path,
     models: Sequence[Mapping[str, np.ndarray]],
     step: Step,
@@ -66,16 +66,16 @@ def test_a_block_is_the_block_it_names(tmp_path: Path, tile_bytes: int, rows: sl
     block = tensor[rows, cols]
     block_of = Block(rows.start * 96 + cols.start, *block.shape, 96)
     step = Step(spec("out", block.shape), "copy", (Read(0, "w", block_of),))
-    found, _, outcome = made(tmp_path, [{"w": tensor}], step, tile_bytes=tile_bytes)
-    assert as_bytes(found) == as_bytes(block)
+    array, _, outcome = run_step(tmp_path, [{"w": tensor}], step, tile_bytes=tile_bytes)
+    assert as_bytes(array) == as_bytes(block)
     assert outcome.read_bytes == outcome.written_bytes == block.nbytes
 
 
 def test_a_strided_block_of_many_tiles(tmp_path: Path) -> None:
     tensor = normal((300, 4000))
     step = Step(spec("out", (300, 1000)), "cast", (Read(0, "w", Block(3000, 300, 1000, 4000)),))
-    found, _, _ = made(tmp_path, [{"w": tensor}], step, tile_bytes=1)
-    assert as_bytes(found) == as_bytes(tensor[:, 3000:])
+    array, _, _ = run_step(tmp_path, [{"w": tensor}], step, tile_bytes=1)
+    assert as_bytes(array) == as_bytes(tensor[:, 3000:])
 
 
 @pytest.mark.parametrize("tile_bytes", [1, 1 << 20])
@@ -90,8 +90,10 @@ def test_pieces_of_any_length_make_one_tensor_with_its_checksum(tmp_path: Path, 
     )
     out = spec("out", (2612, 72))
     expected = np.concatenate([a, b, c[500:].astype(BF16)])
-    found, checksum, _ = made(tmp_path, [{"a": a, "b": b, "c": c}], Step(out, "join", (), pieces=pieces), tile_bytes=tile_bytes)
-    assert as_bytes(found) == as_bytes(expected)
+    array, checksum, _ = run_step(
+        tmp_path, [{"a": a, "b": b, "c": c}], Step(out, "join", (), pieces=pieces), tile_bytes=tile_bytes
+    )
+    assert as_bytes(array) == as_bytes(expected)
     assert checksum == combine(hash_grains(as_bytes(expected), grain_bytes(out)))
 
 
@@ -103,9 +105,9 @@ def test_a_grain_of_many_small_pieces(tmp_path: Path) -> None:
         for i, row in enumerate(order)
     )
     out = spec("out", (300, 16))
-    found, checksum, _ = made(tmp_path, [{"w": tensor}], Step(out, "join", (), pieces=pieces))
-    assert as_bytes(found) == as_bytes(tensor[order])
-    assert checksum == combine(hash_grains(as_bytes(found), grain_bytes(out)))
+    array, checksum, _ = run_step(tmp_path, [{"w": tensor}], Step(out, "join", (), pieces=pieces))
+    assert as_bytes(array) == as_bytes(tensor[order])
+    assert checksum == combine(hash_grains(as_bytes(array), grain_bytes(out)))
 
 
 def test_a_piece_is_merged_as_a_tensor_of_its_own(tmp_path: Path) -> None:
@@ -121,18 +123,18 @@ def test_a_piece_is_merged_as_a_tensor_of_its_own(tmp_path: Path) -> None:
 
     halves = {"gate": slice(0, 500), "up": slice(500, 900)}
     fused = Step(spec("fused", (900, 128)), "join", (), pieces=tuple(ties(n, r, True) for n, r in halves.items()))
-    found, _, outcome = made(tmp_path / "fused", [{"fused": m} for m in models], fused, settings)
+    array, _, outcome = run_step(tmp_path / "fused", [{"fused": m} for m in models], fused, settings)
     apart = {}
     squares = []
     for name, rows in halves.items():
         inputs = [{name: m[rows]} for m in models]
-        apart[name], _, one = made(tmp_path / name, inputs, ties(name, rows, False), settings)
+        apart[name], _, one = run_step(tmp_path / name, inputs, ties(name, rows, False), settings)
         squares.append(one.distances[name])
-    assert as_bytes(found) == as_bytes(np.concatenate([apart["gate"], apart["up"]]))
+    assert as_bytes(array) == as_bytes(np.concatenate([apart["gate"], apart["up"]]))
     assert outcome.distances["fused"] == pytest.approx(np.sum(squares, axis=0))
     whole = Step(spec("fused", (900, 128)), "ties", tuple(Read(i, "fused") for i in range(3)), base=True)
-    together, _, _ = made(tmp_path / "whole", [{"fused": m} for m in models], whole, settings)
-    assert as_bytes(together) != as_bytes(found), "one threshold for both halves would have given the same"
+    together, _, _ = run_step(tmp_path / "whole", [{"fused": m} for m in models], whole, settings)
+    assert as_bytes(together) != as_bytes(array), "one threshold for both halves would have given the same"
 
 
 GATHERED = [
@@ -152,17 +154,17 @@ def test_a_gather_is_the_rows_or_columns_of_its_table(tmp_path: Path, gather: Ga
     zeros = [k for k, n in enumerate(table) if n < 0]
     expected[(slice(None), zeros) if axis else zeros] = 0
     step = Step(spec("out", expected.shape), "copy", (Read(0, "w", gather),))
-    found, _, _ = made(tmp_path, [{"w": tensor}], step, tables=(Table.of(table),))
-    assert as_bytes(found) == as_bytes(expected)
+    array, _, _ = run_step(tmp_path, [{"w": tensor}], step, tables=(Table.of(table),))
+    assert as_bytes(array) == as_bytes(expected)
 
 
 def test_a_gather_of_many_tiles(tmp_path: Path) -> None:
     tensor = normal((3000, 64))
     table = np.random.default_rng(0).integers(-1, 3000, 4000)
     step = Step(spec("out", (4000, 64)), "cast", (Read(0, "w", Gather(0, Block(0, 3000, 64, 64))),))
-    found, _, _ = made(tmp_path, [{"w": tensor}], step, tables=(Table.of(table),), tile_bytes=1)
+    array, _, _ = run_step(tmp_path, [{"w": tensor}], step, tables=(Table.of(table),), tile_bytes=1)
     expected = np.where(table[:, None] < 0, BF16.type(0), tensor[table])
-    assert as_bytes(found) == as_bytes(expected)
+    assert as_bytes(array) == as_bytes(expected)
 
 
 def test_rows_of_a_tensor_in_memory_are_gathered() -> None:
@@ -170,14 +172,14 @@ def test_rows_of_a_tensor_in_memory_are_gathered() -> None:
     step = Step(spec("out", (3, 16)), "copy", (Read(0, "w", Gather(0, Block(0, 40, 16, 16))),))
     plan = Plan(Provenance("test"), (ModelInput("m", "", ""),), (step,), (NONE,), tables=(Table.of([7, -1, 9]),))
     reader = Reader(plan, [StateDict({"w": view_of("w", tensor)}, "m")], Results(plan))
-    found, _ = reader.read(reader.inputs_of(step.inputs), 0, 48, Buffers())
-    assert found[0, : 48 * 2].tobytes() == np.stack([tensor[7], np.zeros(16, BF16), tensor[9]]).tobytes()
+    rows, _ = reader.read(reader.inputs_of(step.inputs), 0, 48, Buffers())
+    assert rows[0, : 48 * 2].tobytes() == np.stack([tensor[7], np.zeros(16, BF16), tensor[9]]).tobytes()
 
 
 def test_a_table_that_points_outside_is_an_error(tmp_path: Path) -> None:
     step = Step(spec("out", (1, 8)), "copy", (Read(0, "w", Gather(0, Block(0, 4, 8, 8))),))
     with pytest.raises(IndexError, match="points outside 4 rows"):
-        made(tmp_path, [{"w": normal((4, 8))}], step, tables=(Table.of([4]),))
+        run_step(tmp_path, [{"w": normal((4, 8))}], step, tables=(Table.of([4]),))
 
 
 @pytest.mark.parametrize("gathered", [False, True])

@@ -228,14 +228,14 @@ def test_a_product_that_nobody_waits_for_is_cancelled(monkeypatch: pytest.Monkey
 
 
 def test_a_product_sees_the_tensors_it_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: dict[str, np.ndarray] = {}
+    seen: dict[str, np.ndarray] = {}
     whole = inputs()[0]
     step = Step(TensorSpec("a", DTYPES["BF16"], SHAPE), "copy", (Read(0, "a"),))
 
     def compute(context: ProductContext) -> Arrays:
         array = np.empty(SHAPE, np.float32)
         context.fill({"a": array})
-        found.update(fill=array, rows=context.rows("a", [0, 700, 1499]), largest=context.largest(["a"]))
+        seen.update(fill=array, rows=context.rows("a", [0, 700, 1499]), largest=context.largest(["a"]))
         return [np.array([1])]
 
     kind = ProductKind("looking", compute=compute)
@@ -246,6 +246,6 @@ def test_a_product_sees_the_tensors_it_asked_for(monkeypatch: pytest.MonkeyPatch
     go(plan, Kept(plan), steps=())
     expected = np.empty(SHAPE, ml_dtypes.bfloat16)
     whole.read_into("a", 0, expected.reshape(-1).view(np.uint8))
-    np.testing.assert_array_equal(found["fill"], expected.astype(np.float32))
-    np.testing.assert_array_equal(found["rows"], expected[[0, 700, 1499]].astype(np.float32))
-    assert found["largest"] == np.abs(expected.astype(np.float32)).max()
+    np.testing.assert_array_equal(seen["fill"], expected.astype(np.float32))
+    np.testing.assert_array_equal(seen["rows"], expected[[0, 700, 1499]].astype(np.float32))
+    assert seen["largest"] == np.abs(expected.astype(np.float32)).max()

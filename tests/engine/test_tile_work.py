@@ -50,9 +50,9 @@ class Work:
         stored = () if encoding == PLAIN else find_encoding(encoding).outs(out)
         reads = tuple(Read(i, "w") for i in range(len(arrays)))
         self.step = Step(out, op, reads, base, encoding=encoding, stored=stored)
-        own = tuple({"weight": 0.5} for _ in arrays)
+        model_settings = tuple({"weight": 0.5} for _ in arrays)
         models = tuple(ModelInput(f"m{i}", "", "") for i in range(len(arrays)))
-        plan = Plan(Provenance("test"), models, (self.step,), (Settings({"normalize": True, "t": 0.5}, own),))
+        plan = Plan(Provenance("test"), models, (self.step,), (Settings({"normalize": True, "t": 0.5}, model_settings),))
         sources = [StateDict({"w": view_of("w", array)}, f"m{i}") for i, array in enumerate(arrays)]
         self.reader = Reader(plan, sources, Results(plan), Resources(tile_bytes=1))
         self.output, self.buffers = Recorded(self.step.outs), Buffers()
@@ -68,17 +68,17 @@ class Work:
 
     def write(self, order: Sequence[int] | None = None) -> list[int]:
         """Merge or copy all tiles. Returns the bytes that each has written."""
-        leaf, found = self.leaf, []
+        leaf, results = self.leaf, []
         for k in range(len(leaf.cuts)) if order is None else order:
             place = leaf.cuts[k]
             if leaf.job is None:
-                found.append(self.copier.copy(leaf, place, self.buffers)[1])
+                results.append(self.copier.copy(leaf, place, self.buffers)[1])
             else:
                 out = self.encoder.memory(leaf, place, self.buffers)
                 self.merger.apply(leaf, place, out, self.buffers)
-                found.append(self.encoder.write(leaf, place, out, self.buffers))
+                results.append(self.encoder.write(leaf, place, out, self.buffers))
         assert all((times == 1).all() for times in self.output.times.values())
-        return found
+        return results
 
     def result(self) -> np.ndarray:
         spec = self.step.out
@@ -153,13 +153,13 @@ def test_a_distance_is_measured_by_grain_and_only_from_a_base() -> None:
     work = Work("nearswap", [a, b], base=True)
     work.write([1, 2, 0])
     moved = work.result().astype(np.float64) - a.astype(np.float64)
-    found = work.leaf.distances
-    assert found.shape == (3, 2)
+    distances = work.leaf.distances
+    assert distances.shape == (3, 2)
     for k, place in enumerate(work.leaf.cuts):
-        own = slice(place.start, place.start + place.size)
-        squares = (moved.reshape(-1)[own] ** 2).sum(), (a.astype(np.float64).reshape(-1)[own] ** 2).sum()
-        np.testing.assert_allclose(found[k], squares, rtol=1e-12)
-    assert work.leaf.active.distance == tuple(np.cumsum(found, axis=0)[-1])
+        span = slice(place.start, place.start + place.size)
+        squares = (moved.reshape(-1)[span] ** 2).sum(), (a.astype(np.float64).reshape(-1)[span] ** 2).sum()
+        np.testing.assert_allclose(distances[k], squares, rtol=1e-12)
+    assert work.leaf.active.distance == tuple(np.cumsum(distances, axis=0)[-1])
     without = Work("linear", [a, b])
     without.write()
     assert without.leaf.active.distance is None

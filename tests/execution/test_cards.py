@@ -222,10 +222,10 @@ def test_every_method_is_cited(here: Path) -> None:
 
 
 def test_citations_are_entries_of_bibtex() -> None:
-    found = list(entries().values())
-    assert len(found) == Path(cards.__file__).with_name("citations.bib").read_text().count("@") == len(set(found)) >= 30
+    citations = list(entries().values())
+    assert len(citations) == Path(cards.__file__).with_name("citations.bib").read_text().count("@") == len(set(citations)) >= 30
     keys = set()
-    for text in found:
+    for text in citations:
         assert re.fullmatch(r"@(misc|article)\{[a-z0-9]+,\n(  \w+ += \{.+\},\n)+\}", text), text
         assert text.count("{") == text.count("}")
         key = text.partition("{")[2].partition(",")[0]
@@ -236,7 +236,7 @@ def test_citations_are_entries_of_bibtex() -> None:
         assert key.startswith(fields["author"].split(" and ")[0].split()[-1].lower())
         assert fields.get("eprint", fields["year"][2:])[:2] == fields["year"][2:]
         keys.add(key)
-    assert len(keys) == len(found)
+    assert len(keys) == len(citations)
 
 
 def test_a_name_with_accents_is_written_as_it_is(here: Path) -> None:

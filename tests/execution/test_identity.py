@@ -127,8 +127,8 @@ def test_the_reason_names_the_option_that_differs(name: str, other: dict[str, An
 
     other = other | ({"out_dtype": output_dtype(other["out_dtype"])} if "out_dtype" in other else {})
     with opened(DARE) as one, opened(DARE, **other) as two:
-        first, second = (facts(each.plan, each.inputs, "cpu") for each in (one, two))
-    assert [each for each in first if first[each] != second[each]] == [name]
+        first, second = (facts(prepared.plan, prepared.inputs, "cpu") for prepared in (one, two))
+    assert [name for name in first if first[name] != second[name]] == [name]
 
 
 # ---- what is no part of it
@@ -157,7 +157,7 @@ def test_work_is_resumed_with_other_options_of_the_run(name: str) -> None:
 
 
 def test_every_option_of_a_run_was_tried() -> None:
-    assert {each.name for each in dataclasses.fields(RunOptions)} == {*OTHERWISE} | NOT_HERE
+    assert {field.name for field in dataclasses.fields(RunOptions)} == {*OTHERWISE} | NOT_HERE
 
 
 @pytest.mark.cpu
@@ -265,10 +265,10 @@ def test_a_release_is_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(identity, "is_release", lambda package: True)
     monkeypatch.setattr(identity, "program_files", no_files)
-    found = set[str]()
+    digests = set[str]()
     for version in ("0.1.0", "0.1.1"):
         monkeypatch.setattr(identity, "__version__", version)
-        found.add(program_digest.__wrapped__())
+        digests.add(program_digest.__wrapped__())
     monkeypatch.setattr(identity, "_version", lambda package: "0.0.0")
-    found.add(program_digest.__wrapped__())
-    assert len(found) == 3
+    digests.add(program_digest.__wrapped__())
+    assert len(digests) == 3

@@ -25,7 +25,7 @@ from weightsmith._methods import get
 Models = list[dict[str, np.ndarray]]
 
 
-def made(count: int, seed: int = 0) -> Models:
+def models_of(count: int, seed: int = 0) -> Models:
     """A base and fine-tunes: a matrix of two grains, a vector, fused experts, a scalar, a mask."""
     shapes = {"a.weight": (150, 517), "norm.weight": (33,), "mlp.experts.up": (4, 30, 20), "scale": ()}
     models: Models = [{} for _ in range(count)]
@@ -43,27 +43,27 @@ def shared(case: Case) -> dict[str, Any]:
     return {name: value for name, value in case.shared.items() if value is not None and name not in ignored}
 
 
-def from_files(folder: Path, case: Case, models: Models, **more: Any) -> dict[str, np.ndarray]:
+def from_files(folder: Path, case: Case, models: Models, **options: Any) -> dict[str, np.ndarray]:
     """The same merge by recipe and files."""
     listed = []
     for i, model in enumerate(models):
         write_checkpoint(folder / f"m{i}", model)
-        own = dict(case.models[i])
-        listed.append({"model": str(folder / f"m{i}"), **({"parameters": own} if own else {})})
+        parameters = dict(case.models[i])
+        listed.append({"model": str(folder / f"m{i}"), **({"parameters": parameters} if parameters else {})})
     recipe = {"merge_method": case.method, "models": listed, "parameters": shared(case)}
     if case.base:
         recipe |= {"base_model": listed[0]["model"]}
-    weightsmith.merge({k: v for k, v in recipe.items() if v}, folder / "out", fsync=False, card=False, **more)
+    weightsmith.merge({k: v for k, v in recipe.items() if v}, folder / "out", fsync=False, card=False, **options)
     with weightsmith.open_checkpoint(folder / "out") as out:
         return {name: out.read(name) for name in out.specs}
 
 
-def in_memory(case: Case, models: Models, **more: Any) -> dict[str, np.ndarray]:
-    own = case.models[1:] if case.base else case.models
-    each = {name: [m[name] for m in own] for name in own[0]}
+def in_memory(case: Case, models: Models, **options: Any) -> dict[str, np.ndarray]:
+    per_model = case.models[1:] if case.base else case.models
+    by_name = {name: [m[name] for m in per_model] for name in per_model[0]}
     for_all = {"lambda_" if name == "lambda" else name: value for name, value in shared(case).items()}
     base = models[0] if case.base else None
-    return merge_state_dicts(case.method, models[1:] if case.base else models, base=base, **each, **for_all, **more)
+    return merge_state_dicts(case.method, models[1:] if case.base else models, base=base, **by_name, **for_all, **options)
 
 
 SAMPLE = {"linear", "slerp", "ties", "dare_linear", "sce", "karcher", "multislerp", "nearswap", "ram", "tsv_m"}
@@ -81,13 +81,13 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", sampled([n for n, case in MERGED.items() if set(case.dims) >= {0, 1, 2}], SAMPLE))
 def test_the_bytes_are_those_of_a_merge_of_files(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    models = made(case.inputs)
+    models = models_of(case.inputs)
     same(in_memory(case, models, seed=3), from_files(tmp_path, case, models, seed=3))
 
 
 @pytest.mark.parametrize("name", ["linear", "ties", "dare_linear"])
 def test_the_result_does_not_depend_on_threads(name: str) -> None:
-    models = made(CASES[name].inputs)
+    models = models_of(CASES[name].inputs)
     same(in_memory(CASES[name], models, threads=1), in_memory(CASES[name], models, threads=3))
 
 
@@ -204,9 +204,9 @@ def test_a_base_of_a_method_without_one_is_one_more_input() -> None:
 # ---- problems
 
 
-def problems(method: str, models: Any, **more: Any) -> list[str]:
+def problems(method: str, models: Any, **options: Any) -> list[str]:
     with pytest.raises(PlanError) as caught:
-        merge_state_dicts(method, models, **more)
+        merge_state_dicts(method, models, **options)
     return [f"{type(p).__name__}: {p}" for p in caught.value.problems]
 
 
@@ -214,24 +214,24 @@ W = {"w": np.float32([1, 2])}
 
 
 def test_all_problems_are_told_at_once() -> None:
-    found = problems("ties", [W, W], weigth=1, density=[0.5, 2], normalize="no", out_dtype="bfloat", seed=1)
-    assert found == [
+    messages = problems("ties", [W, W], weigth=1, density=[0.5, 2], normalize="no", out_dtype="bfloat", seed=1)
+    assert messages == [
         "ParameterError: method ties needs a base\n  -> Give base=, the model the others came from.",
-        found[1],
+        messages[1],
         "ParameterError: normalize: must be true or false, not 'no'",
         "ParameterError: method ties needs the parameter 'weight'\n  -> Give weight=.",
         "ParameterError: density[1]: must be at most 1, not 2",
-        found[-1],
+        messages[-1],
     ]
-    assert found[-1].endswith("must be one of bfloat16, float16, float32, float64 (did you mean 'bfloat16'?), not 'bfloat'")
-    assert found[1].startswith(
+    assert messages[-1].endswith("must be one of bfloat16, float16, float32, float64 (did you mean 'bfloat16'?), not 'bfloat'")
+    assert messages[1].startswith(
         "UnknownParameter: method ties has no parameter 'weigth' (did you mean 'weight'?)\n  -> Write one of weight, "
     )
-    assert "lambda_" in found[1]
+    assert "lambda_" in messages[1]
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         ({"weight": [1]}, "ParameterError: weight: has 1 values, and there are 2 models"),
         (
@@ -244,9 +244,9 @@ def test_all_problems_are_told_at_once() -> None:
     ],
     ids=str,
 )
-def test_values_that_do_not_fit(given: dict[str, Any], message: str) -> None:
-    (found,) = problems("linear", [W, dict(W)], **given)
-    assert found.startswith(message)
+def test_values_that_do_not_fit(options: dict[str, Any], message: str) -> None:
+    (error,) = problems("linear", [W, dict(W)], **options)
+    assert error.startswith(message)
 
 
 def test_numbers_of_models() -> None:
@@ -274,12 +274,12 @@ def test_names_and_shapes_that_differ() -> None:
 
 
 def test_what_is_no_state_dict_or_tensor() -> None:
-    found = problems("linear", [[1.0], {"w": [1.0], 3: np.zeros(1), "c": np.zeros(1, np.complex128)}], weight=1)
+    messages = problems("linear", [[1.0], {"w": [1.0], 3: np.zeros(1), "c": np.zeros(1, np.complex128)}], weight=1)
     what = "Unsupported: models[0]: this is a list, not a mapping of names to tensors"
-    assert found[0] == f"{what}\n  -> Pass a torch module or its state_dict()."
-    assert found[1].startswith("Unsupported: models[1], tensor w: this is a builtins.list; it cannot be merged")
-    assert found[2] == "Unsupported: models[1]: the name 3 is not a string\n  -> Use names as in a state_dict."
-    assert found[3].startswith("Unsupported: models[1], tensor c: this is a tensor of dtype complex128; it cannot be merged")
+    assert messages[0] == f"{what}\n  -> Pass a torch module or its state_dict()."
+    assert messages[1].startswith("Unsupported: models[1], tensor w: this is a builtins.list; it cannot be merged")
+    assert messages[2] == "Unsupported: models[1]: the name 3 is not a string\n  -> Use names as in a state_dict."
+    assert messages[3].startswith("Unsupported: models[1], tensor c: this is a tensor of dtype complex128; it cannot be merged")
 
 
 def test_what_is_no_number_is_an_error_that_speaks_of_no_files() -> None:

@@ -29,9 +29,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         tensors |= {
             f"model.layers.{i}.mlp.{p}_proj.weight": rng.normal(size=(48, 32)) for i in range(LAYERS) for p in ("up", "gate")
         }
-        own = np.random.default_rng(seed)
+        random = np.random.default_rng(seed)
         for tensor in list(tensors.values())[1:] if seed else ():
-            tensor += own.normal(size=tensor.shape) / 50
+            tensor += random.normal(size=tensor.shape) / 50
         write_checkpoint(tmp_path / name, {n: t.astype(np.float32) for n, t in tensors.items()}, CONFIG)
     (tmp_path / "ties.yml").write_text(
         "merge_method: ties\nbase_model: ./a\nmodels:\n"
@@ -45,9 +45,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def data_of(page: str) -> dict[str, Any]:
-    found = re.search(r'<script type="application/json" id="content">(.*?)</script>', page, re.DOTALL)
-    assert found
-    data: dict[str, Any] = json.loads(found[1])
+    match = re.search(r'<script type="application/json" id="content">(.*?)</script>', page, re.DOTALL)
+    assert match
+    data: dict[str, Any] = json.loads(match[1])
     return data
 
 

@@ -155,44 +155,44 @@ def test_a_file_of_a_part_that_has_changed_is_read_again_and_damage_is_repaired(
 @pytest.mark.slow
 def test_a_part_that_is_being_done_is_busy_and_so_is_the_whole(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightsmith._outputs.staging.ATTACH_SECONDS", 0.2)
-    plan, found = weightsmith.plan("ties.yml", max_shard_bytes=SHARD), []
+    plan, messages = weightsmith.plan("ties.yml", max_shard_bytes=SHARD), []
 
     def try_others(now: weightsmith.Progress) -> None:
-        if found or not now.tensors:  # a part that makes products has them to itself: another one waits
+        if messages or not now.tensors:  # a part that makes products has them to itself: another one waits
             return
         for part in ((1, 2), None):
             with pytest.raises(Busy) as caught:
                 weightsmith.run(plan, "out", part=part)
-            found.append(str(caught.value))
+            messages.append(str(caught.value))
         weightsmith.run(plan, "out", part=(2, 2))
 
     weightsmith.run(plan, "out", part=(1, 2), progress=try_others)
-    assert "another process is doing part 1 of 2" in found[0]
-    assert "is building this output now" in found[1]
+    assert "another process is doing part 1 of 2" in messages[0]
+    assert "is building this output now" in messages[1]
     assert weightsmith.run(plan, "out").resumed == len(plan.steps)  # type: ignore[union-attr]
 
 
 @pytest.mark.slow
 def test_a_part_waits_for_nobody_while_the_whole_is_being_done(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightsmith._outputs.staging.ATTACH_SECONDS", 0.2)
-    plan, found = weightsmith.plan("ties.yml", max_shard_bytes=SHARD), []
+    plan, errors = weightsmith.plan("ties.yml", max_shard_bytes=SHARD), []
 
     def try_part(now: weightsmith.Progress) -> None:
-        if not found:
+        if not errors:
             with pytest.raises(Busy) as caught:
                 weightsmith.run(plan, "out", part=(1, 2))
-            found.append(caught.value)
+            errors.append(caught.value)
 
     weightsmith.merge("ties.yml", "out", progress=try_part, max_shard_bytes=SHARD)
-    assert found
+    assert errors
 
 
 @pytest.mark.slow
 def test_a_product_is_made_by_one_part_and_found_by_the_others(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, plain = [], ProductFiles.write
+    product_names, plain = [], ProductFiles.write
 
     def write(self: ProductFiles, name: str, arrays: Any) -> str:
-        made.append(name)
+        product_names.append(name)
         return plain(self, name, arrays)
 
     monkeypatch.setattr(ProductFiles, "write", write)
@@ -200,7 +200,7 @@ def test_a_product_is_made_by_one_part_and_found_by_the_others(here: Path, monke
     for part in ((1, 2), (2, 2)):
         weightsmith.run(plan, "out", part=part)
     weightsmith.run(plan, "out")
-    assert made == ["thresholds"]
+    assert product_names == ["thresholds"]
 
 
 @pytest.mark.slow
@@ -375,7 +375,7 @@ def test_code_of_the_user_runs_only_when_allowed_and_only_as_it_was(here: Path) 
 def edits(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """The places of all values in JSON data."""
     inner = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
-    return [path, *(found for key, value in inner for found in edits(value, (*path, key)))]
+    return [path, *(inside for key, value in inner for inside in edits(value, (*path, key)))]
 
 
 def at(data: Any, path: tuple[Any, ...]) -> Any:
@@ -421,8 +421,8 @@ def test_a_mutated_plan_is_one_clear_error_or_runs_inside_its_inputs(tmp_path: P
             weightsmith.run(plan, tmp_path / "out", fsync=False)
         except WeightsmithError:
             refused += 1
-        for left in tmp_path.glob("*out*"):
-            shutil.rmtree(left)
+        for leftover in tmp_path.glob("*out*"):
+            shutil.rmtree(leftover)
     assert refused > 270
 
 

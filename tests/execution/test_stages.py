@@ -39,10 +39,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def by_hand(text: str, folder: Path, **options: Any) -> bytes:
     """The weights of the last recipe, after those before it were written to folders of their names."""
     *stages, last = text.split("---\n")
-    made: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
 
     def filled(recipe: str) -> str:
-        for name, out in made.items():
+        for name, out in folders.items():
             recipe = recipe.replace(f"model: {name}", f"model: {out}")
         return recipe
 
@@ -50,7 +50,7 @@ def by_hand(text: str, folder: Path, **options: Any) -> bytes:
         name = recipe.splitlines()[0].removeprefix("name: ")
         out = folder / f"by-hand-{name}"
         weightsmith.merge(filled(recipe), out, **QUIET, allow_nonfinite=options.get("allow_nonfinite", False))
-        made[name] = out
+        folders[name] = out
     weightsmith.merge(filled(last), folder / "by-hand", **QUIET, **options)
     return (folder / "by-hand/model.safetensors").read_bytes()
 
@@ -223,18 +223,18 @@ def test_a_result_of_other_models_is_made_again(models: Path, tmp_path: Path) ->
 @pytest.mark.slow
 def test_results_are_kept_where_that_is_asked_for(models: Path, tmp_path: Path) -> None:
     recipe = _at(models, f"{LINEAR}---\n{TIES}")
-    found = weightsmith.merge(recipe, tmp_path / "out", keep_stages=True, **QUIET)
-    assert found.stages == (tmp_path / "out.stage-one",)
+    kept = weightsmith.merge(recipe, tmp_path / "out", keep_stages=True, **QUIET)
+    assert kept.stages == (tmp_path / "out.stage-one",)
     one, _ = recipe.split("---\n")
-    assert (found.stages[0] / "model.safetensors").read_bytes() == merged(one, tmp_path / "one")
-    assert (found.stages[0] / "recipe.yml").read_text() == one
+    assert (kept.stages[0] / "model.safetensors").read_bytes() == merged(one, tmp_path / "one")
+    assert (kept.stages[0] / "recipe.yml").read_text() == one
     assert (tmp_path / "out/recipe.yml").read_text() == recipe
-    weightsmith.verify(found.stages[0])
+    weightsmith.verify(kept.stages[0])
 
 
-@pytest.mark.parametrize("left", ["all of it", "an empty folder"])
+@pytest.mark.parametrize("leftover", ["all of it", "an empty folder"])
 def test_what_the_run_of_a_kept_result_left_when_it_died_is_removed(
-    left: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    leftover: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It died after it had published the result, and the next run uses that."""
     recipe = _at(models, f"{LINEAR}---\n{TIES}")
@@ -247,7 +247,7 @@ def test_what_the_run_of_a_kept_result_left_when_it_died_is_removed(
         with pytest.raises(KeyboardInterrupt):
             weightsmith.merge(recipe, tmp_path / "out", keep_stages=True, **QUIET)
     staging = staging_folder(tmp_path / "out.stage-one")
-    if left == "an empty folder":
+    if leftover == "an empty folder":
         shutil.rmtree(staging)
         staging.mkdir()
     weightsmith.merge(recipe, tmp_path / "out", keep_stages=True, **QUIET)
@@ -346,8 +346,8 @@ def test_an_adapter_inside_a_stage_and_one_on_its_result(models: Path, adapter: 
     outside = _at(models, f"{LINEAR}---\n{TIES.replace('model: one', f'model: one+{adapter}')}")
     with prepare(outside) as prepared:
         assert [stage.why for stage in prepared.stages] == ["an adapter is applied to it"]
-    found = weightsmith.merge(outside, tmp_path / "outside", **QUIET)
-    assert [model.ref for model in found.plan.models][1] == f"one+{adapter}"
+    outcome = weightsmith.merge(outside, tmp_path / "outside", **QUIET)
+    assert [model.ref for model in outcome.plan.models][1] == f"one+{adapter}"
     assert (tmp_path / "outside/model.safetensors").read_bytes() == by_hand(outside, tmp_path / "second")
 
 
@@ -357,8 +357,8 @@ def test_a_format_is_that_of_the_output(models: Path, tmp_path: Path) -> None:
         recipe = _at(models, f"{stage}---\n{TIES}")
         folder = tmp_path / stage.splitlines()[1].removeprefix("merge_method: ")
         folder.mkdir()
-        found = merged(recipe, folder / "out", quantize="fp8-dynamic")
-        assert found == by_hand(recipe, folder, quantize="fp8-dynamic")
+        written = merged(recipe, folder / "out", quantize="fp8-dynamic")
+        assert written == by_hand(recipe, folder, quantize="fp8-dynamic")
 
 
 def test_files_of_the_output_come_from_the_first_donor(models: Path, tmp_path: Path) -> None:
@@ -405,7 +405,7 @@ DENSE = {f"model.layers.{i}.{name}.weight": shape for i in range(2) for name, sh
 @pytest.mark.slow
 def test_a_mixture_whose_merges_read_results(models: Path, tmp_path: Path) -> None:
     for seed, name in enumerate("ABC"):
-        model(tmp_path / name, seed=seed, more=DENSE, settings={"hidden_size": 4, "intermediate_size": 6, **HEADS})
+        model(tmp_path / name, seed=seed, extra=DENSE, settings={"hidden_size": 4, "intermediate_size": 6, **HEADS})
     inner = {"merge_method": "linear", "models": [{"model": f"{tmp_path}/A"}, {"model": f"{tmp_path}/B"}]}
     for k, stage in enumerate((inner, {**inner, "merge_method": "ties", "base_model": f"{tmp_path}/C"})):
         stage = {**stage, "name": "one", "parameters": {"weight": 0.5} | ({"scope": "model", "density": 0.5} if k else {})}
@@ -418,13 +418,13 @@ def test_a_mixture_whose_merges_read_results(models: Path, tmp_path: Path) -> No
         mixture: dict[str, Any] = {"base_model": f"{tmp_path}/A", "gate_mode": "random", "architecture": "mixtral"}
         mixture |= {"experts": [{"source_model": expert}, {"source_model": "one"}]}
         options = {"check_loading": False, **QUIET}
-        made = weightsmith.moe([stage, mixture], tmp_path / f"out-{k}", **options)
+        mixed = weightsmith.moe([stage, mixture], tmp_path / f"out-{k}", **options)
         one = weightsmith.merge(stage, tmp_path / f"one-{k}", **QUIET).out
         expert = {**expert, "models": [{"model": str(one)}]}
         mixture["experts"] = [{"source_model": expert}, {"source_model": {key: stage[key] for key in stage if key != "name"}}]
         hand = weightsmith.moe(mixture, tmp_path / f"by-hand-{k}", **options)
         by_hand = (hand.out / "model.safetensors").read_bytes()
-        assert (made.out / "model.safetensors").read_bytes() == by_hand
+        assert (mixed.out / "model.safetensors").read_bytes() == by_hand
         if not k:
             mixture["experts"] = [{"source_model": {**expert, "models": [{"model": stage}]}}, mixture["experts"][1]]
             again = weightsmith.run(plan_from_json(weightsmith.plan(mixture, check_loading=False).to_json()), tmp_path / "run")
@@ -472,8 +472,8 @@ def test_problems_of_all_stages_are_reported_at_once(models: Path) -> None:
     recipe = _at(models, f"{one}---\n{two}---\n{TIES.replace('model: B', 'model: two').replace('ties', 'tise')}")
     with pytest.raises(PlanError) as caught:
         weightsmith.plan(recipe)
-    found = [(problem.code, problem.finding.where.split(":")[1]) for problem in caught.value.problems]
-    assert found == [("unknown-parameter", "5"), ("not-found", "11"), ("unknown-method", "15")]
+    listed = [(problem.code, problem.finding.where.split(":")[1]) for problem in caught.value.problems]
+    assert listed == [("unknown-parameter", "5"), ("not-found", "11"), ("unknown-method", "15")]
 
 
 def test_a_recipe_comes_before_a_folder_of_its_name(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -539,8 +539,8 @@ def test_the_command_keeps_results_and_says_where_interrupted_work_is(models: Pa
 
 def test_names_of_folders_are_safe(models: Path, tmp_path: Path) -> None:
     recipe = _at(models, f"{LINEAR}---\n{TIES}").replace("name: one", "name: a/../b").replace("model: one", "model: a/../b")
-    found = weightsmith.merge(recipe, tmp_path / "out", keep_stages=True, **QUIET)
-    (stage,) = found.stages
+    outcome = weightsmith.merge(recipe, tmp_path / "out", keep_stages=True, **QUIET)
+    (stage,) = outcome.stages
     assert stage.parent == tmp_path
     assert stage.name.startswith("out.stage-a_.._b-")
 

@@ -26,11 +26,11 @@ def write(path: Path, header: str, data: bytes = b"") -> Path:
 
 
 def stored_bytes(header: Header) -> dict[str, bytes]:
-    found = {}
+    contents = {}
     for tensor in header.tensors:
         data = tensor.file.read_bytes()
-        found[tensor.spec.name] = data[tensor.offset : tensor.offset + tensor.spec.nbytes]
-    return found
+        contents[tensor.spec.name] = data[tensor.offset : tensor.offset + tensor.spec.nbytes]
+    return contents
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))

@@ -42,8 +42,8 @@ class Golden:
 def merged(name: str, recipe: Recipe, *, torch: bool = False, portable: bool = True, **options: Any) -> Golden:
     """A case of `merge`. torch: the method computes with torch."""
 
-    def run(out: Path, **more: Any) -> None:
-        weightsmith.merge(recipe, out, fsync=False, **{**options, **more})
+    def run(out: Path, **overrides: Any) -> None:
+        weightsmith.merge(recipe, out, fsync=False, **{**options, **overrides})
 
     return Golden(name, run, recipe, portable and not torch, ("torch",) if torch else ())
 
@@ -51,19 +51,19 @@ def merged(name: str, recipe: Recipe, *, torch: bool = False, portable: bool = T
 def mixture(name: str, recipe: Recipe, *, needs: tuple[str, ...] = (), portable: bool = True, **options: Any) -> Golden:
     """A case of `moe`."""
 
-    def run(out: Path, **more: Any) -> None:
-        weightsmith.moe(recipe, out, fsync=False, **{**options, **more})
+    def run(out: Path, **overrides: Any) -> None:
+        weightsmith.moe(recipe, out, fsync=False, **{**options, **overrides})
 
     return Golden(name, run, recipe, portable, needs)
 
 
 def recipe(
-    method: str, models: Sequence[str] = ("fr", "de"), base: str | None = "base", each: Recipe | None = None, **keys: Any
+    method: str, models: Sequence[str] = ("fr", "de"), base: str | None = "base", per_model: Recipe | None = None, **keys: Any
 ) -> Recipe:
-    """A recipe of whole models. each: parameter → one value for each model; keys: `dtype`, and parameters of the merge."""
+    """A recipe of whole models. per_model: parameter → one value for each model; keys: `dtype`, and parameters of the merge."""
     top = {key: keys.pop(key) for key in ("dtype", "out_dtype") if key in keys}
     entries = [
-        {"model": model, "parameters": {key: listed[i] for key, listed in (each or {}).items()}}
+        {"model": model, "parameters": {key: listed[i] for key, listed in (per_model or {}).items()}}
         for i, model in enumerate(models)
     ]
     return {"merge_method": method, **({"base_model": base} if base else {}), "models": entries, "parameters": keys, **top}
@@ -79,12 +79,12 @@ MANY = ("base", *THREE, *RL, "sharded", "f16", "f32")
 METHODS = (
     merged("linear", recipe("linear", THREE, None, W3)),
     merged("linear_unnormalised_f16", recipe("linear", THREE, None, W3, normalize=False, dtype="float16")),
-    merged("task_arithmetic", recipe("task_arithmetic", THREE, each=W3, normalize=True, **{"lambda": 0.8})),
+    merged("task_arithmetic", recipe("task_arithmetic", THREE, per_model=W3, normalize=True, **{"lambda": 0.8})),
     merged("slerp", recipe("slerp", ("fr",), t=0.3)),
-    merged("nuslerp", recipe("nuslerp", base=None, each=W2)),
-    merged("nuslerp_rows", recipe("nuslerp", each=W2, nuslerp_flatten=False, nuslerp_row_wise=True)),
-    merged("nuslerp_columns", recipe("nuslerp", each=W2, nuslerp_flatten=False)),
-    merged("multislerp", recipe("multislerp", THREE, each=W3)),
+    merged("nuslerp", recipe("nuslerp", base=None, per_model=W2)),
+    merged("nuslerp_rows", recipe("nuslerp", per_model=W2, nuslerp_flatten=False, nuslerp_row_wise=True)),
+    merged("nuslerp_columns", recipe("nuslerp", per_model=W2, nuslerp_flatten=False)),
+    merged("multislerp", recipe("multislerp", THREE, per_model=W3)),
     merged("multislerp_karcher", recipe("multislerp", THREE, None, W3, normalize_weights=False, karcher_steps=3)),
     merged("karcher", recipe("karcher", THREE, None)),
     merged("model_stock", recipe("model_stock", RL)),
@@ -92,31 +92,35 @@ METHODS = (
     merged("model_stock_pooled", recipe("model_stock", (*RL, "py"), cosine="pooled")),
     merged("nan", recipe("nan", THREE)),
     merged("geometric_median", recipe("geometric_median", THREE, None)),
-    merged("ties", recipe("ties", THREE, each=D3, **{"lambda": 0.9})),
+    merged("ties", recipe("ties", THREE, per_model=D3, **{"lambda": 0.9})),
     # More than half of the deltas are zero, so the limit is, and the tie rule decides which zeros count.
-    merged("ties_limit_zero", recipe("ties", RL, each={"weight": [0.7, 0.5], "density": [0.9, 0.8]})),
-    merged("ties_row_l1", recipe("ties", each=D2, scope="row", rescale="l1")),
-    merged("ties_model_inv_density", recipe("ties", each=D2, scope="model", rescale="inv_density", normalize=False)),
-    merged("dare_linear", recipe("dare_linear", each=D2), seed=3),
-    merged("dare_ties", recipe("dare_ties", THREE, each=D3, rescale="inv_density", normalize=True), seed=1),
-    merged("della", recipe("della", each={**D2, "epsilon": [0.1, 0.2]}), seed=2),
-    merged("della_linear", recipe("della_linear", each=D2, rescale="inv_probability"), seed=2),
-    merged("breadcrumbs", recipe("breadcrumbs", each={**D2, "gamma": [0.02, 0.01]})),
-    merged("breadcrumbs_row", recipe("breadcrumbs", each=D2, scope="row", rescale="inv_density")),
-    merged("breadcrumbs_ties_model", recipe("breadcrumbs_ties", each=D2, scope="model", rescale="l1")),
-    merged("task_vectors", recipe("task_vectors", each=D2, sparsify="magnitude", elect="count", combine="disjoint_mean")),
-    merged("task_vectors_random", recipe("task_vectors", each=D2, sparsify="random", elect="sum", combine="mean"), seed=5),
-    merged("task_vectors_groups", recipe("task_vectors", each={**D2, "group": [64, 32]}, sparsify="groups", combine="absmax")),
+    merged("ties_limit_zero", recipe("ties", RL, per_model={"weight": [0.7, 0.5], "density": [0.9, 0.8]})),
+    merged("ties_row_l1", recipe("ties", per_model=D2, scope="row", rescale="l1")),
+    merged("ties_model_inv_density", recipe("ties", per_model=D2, scope="model", rescale="inv_density", normalize=False)),
+    merged("dare_linear", recipe("dare_linear", per_model=D2), seed=3),
+    merged("dare_ties", recipe("dare_ties", THREE, per_model=D3, rescale="inv_density", normalize=True), seed=1),
+    merged("della", recipe("della", per_model={**D2, "epsilon": [0.1, 0.2]}), seed=2),
+    merged("della_linear", recipe("della_linear", per_model=D2, rescale="inv_probability"), seed=2),
+    merged("breadcrumbs", recipe("breadcrumbs", per_model={**D2, "gamma": [0.02, 0.01]})),
+    merged("breadcrumbs_row", recipe("breadcrumbs", per_model=D2, scope="row", rescale="inv_density")),
+    merged("breadcrumbs_ties_model", recipe("breadcrumbs_ties", per_model=D2, scope="model", rescale="l1")),
+    merged("task_vectors", recipe("task_vectors", per_model=D2, sparsify="magnitude", elect="count", combine="disjoint_mean")),
+    merged("task_vectors_random", recipe("task_vectors", per_model=D2, sparsify="random", elect="sum", combine="mean"), seed=5),
+    merged(
+        "task_vectors_groups", recipe("task_vectors", per_model={**D2, "group": [64, 32]}, sparsify="groups", combine="absmax")
+    ),
     merged(
         "task_vectors_row_rank",
-        recipe("task_vectors", each=D2, sparsify="row_rank", rescale="inv_probability", elect="count"),
+        recipe("task_vectors", per_model=D2, sparsify="row_rank", rescale="inv_probability", elect="count"),
         seed=6,
     ),
-    merged("task_vectors_outliers", recipe("task_vectors", each=D2, sparsify="magnitude_outliers", scope="row", rescale="l1")),
-    merged("localize_and_stitch", recipe("localize_and_stitch", each={"density": [0.2, 0.1]})),
-    merged("cabs", recipe("cabs", each={**W2, "group": [64, 64]})),
+    merged(
+        "task_vectors_outliers", recipe("task_vectors", per_model=D2, sparsify="magnitude_outliers", scope="row", rescale="l1")
+    ),
+    merged("localize_and_stitch", recipe("localize_and_stitch", per_model={"density": [0.2, 0.1]})),
+    merged("cabs", recipe("cabs", per_model={**W2, "group": [64, 64]})),
     merged("magmax", recipe("magmax", THREE)),
-    merged("consensus_ta", recipe("consensus_ta", THREE, each={"threshold": [0.4, 0.3, 0.5]}, k=2)),
+    merged("consensus_ta", recipe("consensus_ta", THREE, per_model={"threshold": [0.4, 0.3, 0.5]}, k=2)),
     merged("sce", recipe("sce", THREE, select_topk=0.2)),
     merged("sce_weights", recipe("sce", THREE, select_topk=0.1, select_applies_to="weights")),
     merged("sce_all", recipe("sce")),
@@ -160,10 +164,10 @@ MATRICES = tuple(
 )
 
 STEPS = (
-    merged("norm_match_mean", recipe("ties", each=D2, norm_match="mean")),
-    merged("norm_match_max", recipe("dare_linear", each=D2, norm_match="max", delta_scale=0.5), seed=4),
+    merged("norm_match_mean", recipe("ties", per_model=D2, norm_match="mean")),
+    merged("norm_match_max", recipe("dare_linear", per_model=D2, norm_match="max", delta_scale=0.5), seed=4),
     merged("norm_match_task_arithmetic", recipe("slerp", ("fr",), t=0.6, norm_match="task_arithmetic")),
-    merged("delta_scale_by_layer", recipe("task_arithmetic", each=W2, delta_scale=[0.3, 0.9])),
+    merged("delta_scale_by_layer", recipe("task_arithmetic", per_model=W2, delta_scale=[0.3, 0.9])),
     merged("spectrum_flatten", recipe("task_arithmetic", S2, "small", W2, spectrum="flatten", dtype="float32"), torch=True),
     merged(
         "spectrum_floor",
@@ -259,29 +263,31 @@ SHAPES = (
 
 DTYPES = (
     merged("mixed_16_bit", recipe("linear", ("base", "f16"), None, W2)),
-    merged("mixed_f32_to_bf16", recipe("ties", ("fr", "f32"), each=D2, dtype="bfloat16")),
+    merged("mixed_f32_to_bf16", recipe("ties", ("fr", "f32"), per_model=D2, dtype="bfloat16")),
     merged("mixed_f64", recipe("task_arithmetic", ("small_a", "small_f64"), "small", W2)),
     merged("f64_to_bf16", recipe("slerp", ("small_f64",), "small", t=0.5, dtype="bfloat16")),
-    merged("f32_ties", recipe("ties", ("f32", "fr"), each=D2, dtype="float32")),
-    merged("f32_dare_ties", recipe("dare_ties", ("f32", "fr"), each=D2, dtype="float32"), seed=1),
+    merged("f32_ties", recipe("ties", ("f32", "fr"), per_model=D2, dtype="float32")),
+    merged("f32_dare_ties", recipe("dare_ties", ("f32", "fr"), per_model=D2, dtype="float32"), seed=1),
     merged("out_dtype", recipe("sce", ("fr", "f32"), dtype="float32", out_dtype="float16")),
     merged("copied_to_f32", recipe("passthrough", ("f16",), None, dtype="float32")),
 )
 
 ADAPTERS = (
     merged("lora_passthrough", recipe("passthrough", ("base+lora",), None)),
-    merged("lora_ties", recipe("ties", ("base+lora", "fr"), each=D2)),
+    merged("lora_ties", recipe("ties", ("base+lora", "fr"), per_model=D2)),
     merged("lora_f32", recipe("task_arithmetic", ("llama_0+lora_patterns",), "llama_0", {"weight": [0.5]}, dtype="float32")),
 )
 
 SHARDS = (
     merged("shards_out", recipe("linear", THREE, None, W3), max_shard_bytes=300_000),
-    merged("shards_in", recipe("ties", ("sharded", "fr"), each=D2)),
+    merged("shards_in", recipe("ties", ("sharded", "fr"), per_model=D2)),
     merged("shards_in_and_out", recipe("passthrough", ("sharded",), None), max_shard_bytes=500_000),
 )
 
 OWN = (
-    merged("own_block_method", recipe("./my_method.py:agree", each=W2, power=[0.5, 1.0], delta_scale=0.9), allow_code=True),
+    merged(
+        "own_block_method", recipe("./my_method.py:agree", per_model=W2, power=[0.5, 1.0], delta_scale=0.9), allow_code=True
+    ),
     merged("own_tensor_method", recipe("./my_method.py:by_rows", S2, None, W2), allow_code=True),
     merged("own_tensor_method_fused", recipe("./my_method.py:by_rows", ("fused_1", "fused_2"), None, W2), allow_code=True),
 )
@@ -290,14 +296,14 @@ OWN = (
 # ---- interrupted work
 
 SHARD_BYTES = 400_000
-INFINITE = recipe("ties", ("fr", "infinite"), each=D2)
+INFINITE = recipe("ties", ("fr", "infinite"), per_model=D2)
 
 
 def _resumed(function: Callable[..., Any], recipe: Recipe) -> Callable[..., None]:
     """Stopped by an infinity in a tensor that comes late, then resumed with infinities allowed."""
 
-    def run(out: Path, **more: Any) -> None:
-        options = {"fsync": False, "max_shard_bytes": SHARD_BYTES, **more}
+    def run(out: Path, **overrides: Any) -> None:
+        options = {"fsync": False, "max_shard_bytes": SHARD_BYTES, **overrides}
         try:
             function(recipe, out, **options)
         except weightsmith.WeightsmithError:
@@ -329,14 +335,14 @@ def _torch_in_memory(out: Path, threads: int | None = None, max_memory_bytes: in
     import torch
 
     def tensor(array: np.ndarray) -> Any:
-        made = torch.from_numpy(array.astype(np.float32)).bfloat16()
-        return made.T.contiguous().T if made.ndim == 2 else made
+        converted = torch.from_numpy(array.astype(np.float32)).bfloat16()
+        return converted.T.contiguous().T if converted.ndim == 2 else converted
 
     models = [{name: tensor(array) for name, array in _state_dict(k).items()} for k in range(3)]
-    found = weightsmith.merge_state_dicts(
+    merged_tensors = weightsmith.merge_state_dicts(
         "dare_ties", models[1:], base=models[0], threads=threads, seed=4, weight=1, density=0.5
     )
-    return {name: t.contiguous().reshape(-1).view(torch.uint8).numpy() for name, t in found.items()}
+    return {name: t.contiguous().reshape(-1).view(torch.uint8).numpy() for name, t in merged_tensors.items()}
 
 
 IN_MEMORY = (
@@ -351,16 +357,16 @@ IN_MEMORY = (
 
 
 def experts(
-    models: Sequence[str] = ("llama_0", "llama_1"), base: Any = "llama_0", each: Recipe | None = None, **keys: Any
+    models: Sequence[str] = ("llama_0", "llama_1"), base: Any = "llama_0", per_expert: Recipe | None = None, **keys: Any
 ) -> Recipe:
-    """A recipe of `moe` with random gates. each: keys of every expert."""
-    listed = [{"source_model": model, **(each or {})} for model in models]
+    """A recipe of `moe` with random gates. per_expert: keys of every expert."""
+    listed = [{"source_model": model, **(per_expert or {})} for model in models]
     return {"base_model": base, "experts": listed, "gate_mode": "random", **keys}
 
 
 def _of(kind: str, architecture: str, *, shared: bool = False, **keys: Any) -> Recipe:
-    more = {"shared_experts": [{"source_model": f"{kind}_1", "residual_scale": 0.5}]} if shared else {}
-    return experts((f"{kind}_0", f"{kind}_1", f"{kind}_1"), f"{kind}_0", architecture=architecture, **more, **keys)
+    options = {"shared_experts": [{"source_model": f"{kind}_1", "residual_scale": 0.5}]} if shared else {}
+    return experts((f"{kind}_0", f"{kind}_1", f"{kind}_1"), f"{kind}_0", architecture=architecture, **options, **keys)
 
 
 LAYOUTS = (
@@ -394,8 +400,8 @@ RESUMED = (
 )
 
 UPCYCLING = (
-    mixture("moe_noise", experts(("llama_0",), each={"copies": 4, "noise_scale": 0.02, "noise_fraction": 0.5}), seed=1),
-    mixture("moe_drop", experts(("llama_0",), each={"copies": 4, "drop_fraction": 0.5}), seed=1),
+    mixture("moe_noise", experts(("llama_0",), per_expert={"copies": 4, "noise_scale": 0.02, "noise_fraction": 0.5}), seed=1),
+    mixture("moe_drop", experts(("llama_0",), per_expert={"copies": 4, "drop_fraction": 0.5}), seed=1),
     mixture(
         "moe_drop_noise_fused",
         experts(
@@ -408,7 +414,7 @@ UPCYCLING = (
     ),
     mixture(
         "moe_virtual_groups",
-        experts(("llama_0",), each={"copies": 2}, virtual_groups=4, experts_per_token=4, router_scale=0.02),
+        experts(("llama_0",), per_expert={"copies": 2}, virtual_groups=4, experts_per_token=4, router_scale=0.02),
         seed=1,
     ),
     mixture(

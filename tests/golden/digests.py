@@ -73,11 +73,11 @@ def record(case: Golden, inputs: Path, **options: Any) -> Record:
         tensors = read_checkpoint(out) if returned is None else returned
         files = folder_digests(out) if returned is None else {MEMORY: _arrays_digest(tensors)}
         short = " ".join(hashlib.sha256(_bytes(tensors[name])).hexdigest()[:8] for name in sorted(tensors))
-        made: Record = {"files": files, "tensors": short}
+        entry: Record = {"files": files, "tensors": short}
         if not case.portable:
-            made |= {"platform": fingerprint(), "summary": {name: _summary(array) for name, array in sorted(tensors.items())}}
-        made["names"] = sorted(tensors)
-    return made
+            entry |= {"platform": fingerprint(), "summary": {name: _summary(array) for name, array in sorted(tensors.items())}}
+        entry["names"] = sorted(tensors)
+    return entry
 
 
 @contextmanager
@@ -102,10 +102,10 @@ def folder_digests(folder: Path) -> dict[str, str]:
 def tree_digest(path: Path) -> str:
     """sha256 of a file, or of all files of a folder with their names."""
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in files:
-        found.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
-    return found.hexdigest()
+        digest.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def read_checkpoint(folder: Path) -> dict[str, np.ndarray]:
@@ -124,10 +124,10 @@ def read_checkpoint(folder: Path) -> dict[str, np.ndarray]:
 
 
 def _arrays_digest(tensors: Mapping[str, np.ndarray]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, array in tensors.items():
-        found.update(f"{name} {array.dtype} {array.shape}\n".encode() + _bytes(array))
-    return found.hexdigest()
+        digest.update(f"{name} {array.dtype} {array.shape}\n".encode() + _bytes(array))
+    return digest.hexdigest()
 
 
 def _bytes(array: np.ndarray) -> bytes:
@@ -152,14 +152,14 @@ def differences(old: Record, new: Record) -> list[str]:
     """What differs between a record of the table and what a run made; [] where the result is accepted."""
     if "platform" in old and old["platform"] != new.get("platform"):
         return _beyond_tolerance(old["summary"], new.get("summary", {}))
-    found = [
+    lines = [
         f"{name}: {old['files'].get(name, 'no such file')} -> {new['files'].get(name, 'no such file')}"
         for name in sorted(old["files"].keys() | new["files"].keys())
         if old["files"].get(name) != new["files"].get(name)
     ]
     if ("platform" in old) != ("platform" in new):
-        found.append("portable in one and not in the other")
-    return [*found, _tensors(old, new)] if found else []
+        lines.append("portable in one and not in the other")
+    return [*lines, _tensors(old, new)] if lines else []
 
 
 def _tensors(old: Record, new: Record) -> str:
@@ -177,22 +177,22 @@ def _beyond_tolerance(old: Mapping[str, list[Any]], new: Mapping[str, list[Any]]
     Of n elements each off by 2 ulp (of a value as large as the tensor's root mean square), at random, a sum is off by about
     2 ulp · √n, and a sum of squares by twice the root mean square times that.
     """
-    found = [f"{name}: only in one of the two" for name in sorted(old.keys() ^ new.keys())]
+    lines = [f"{name}: only in one of the two" for name in sorted(old.keys() ^ new.keys())]
     for name in sorted(old.keys() & new.keys()):
         (code, size, total, squares, *probes), after = old[name], new[name]
         if [code, size] != after[:2]:
-            found.append(f"{name}: {code} of {size} elements -> {after[0]} of {after[1]}")
+            lines.append(f"{name}: {code} of {size} elements -> {after[0]} of {after[1]}")
             continue
         rms = math.sqrt(squares / size) if size else 0.0
         spread = 2 * _ulp(rms, code) * math.sqrt(size)
         if not abs(total - after[2]) <= spread:
-            found.append(f"{name}: sum {total} -> {after[2]}, tolerance {spread:.3g}")
+            lines.append(f"{name}: sum {total} -> {after[2]}, tolerance {spread:.3g}")
         if not abs(squares - after[3]) <= 2 * rms * spread:
-            found.append(f"{name}: sum of squares {squares} -> {after[3]}, tolerance {2 * rms * spread:.3g}")
+            lines.append(f"{name}: sum of squares {squares} -> {after[3]}, tolerance {2 * rms * spread:.3g}")
         for i, x, y in zip(_probes(size), probes, after[4:], strict=True):
             if not abs(x - y) <= 2 * _ulp(max(abs(x), rms), code):
-                found.append(f"{name}: element {i} is {x} -> {y}")
-    return found
+                lines.append(f"{name}: element {i} is {x} -> {y}")
+    return lines
 
 
 def _ulp(value: float, code: str) -> float:

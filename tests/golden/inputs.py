@@ -93,7 +93,7 @@ def llama_shapes(
     return shapes if tied else shapes | {"lm_head.weight": (vocab, hidden)}
 
 
-def config(kind: str, hidden: int, inner: int, vocab: int, layers: int = 2, **more: Any) -> dict[str, Any]:
+def config(kind: str, hidden: int, inner: int, vocab: int, layers: int = 2, **keys: Any) -> dict[str, Any]:
     """config.json of a dense model; kind: `llama`, `Llama` in the class."""
     known = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "olmo2": "Olmo2", "phi3": "Phi3", "granite": "Granite"}
     known |= {"deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3"}
@@ -112,7 +112,7 @@ def config(kind: str, hidden: int, inner: int, vocab: int, layers: int = 2, **mo
         "bos_token_id": 1,
         "eos_token_id": 2,
         "pad_token_id": 0,
-        **more,
+        **keys,
     }
 
 
@@ -121,14 +121,14 @@ def values(shapes: Shapes, tuned: int, dtype: np.dtype[Any], *, scale: float = 0
 
     Norms are about 1.
     """
-    made = {}
+    arrays = {}
     for name, shape in shapes.items():
         array = normal(shape, name) * scale + ("norm" in name)
         if tuned:
             delta = normal(shape, name, tuned) * (scale / 10)
             array = array + (delta * (normal(shape, name, tuned, 99) > 0) if sparse else delta)
-        made[name] = round_to(array, dtype)
-    return made
+        arrays[name] = round_to(array, dtype)
+    return arrays
 
 
 # Larger than one grain (65,536 elements) are the embedding, the head and all matrices of the MLPs.
@@ -136,9 +136,9 @@ LLAMA = (64, 1056, 1100)
 SMALL = (48, 80, 96)
 
 
-def _llama(tuned: int, dtype: np.dtype[Any] = BF16, size: tuple[int, int, int] = LLAMA, **more: Any) -> Callable[[Path], None]:
-    per_shard = more.pop("per_shard", None)
-    tensors = lambda: values(llama_shapes(*size), tuned, dtype, **more)  # noqa: E731
+def _llama(tuned: int, dtype: np.dtype[Any] = BF16, size: tuple[int, int, int] = LLAMA, **keys: Any) -> Callable[[Path], None]:
+    per_shard = keys.pop("per_shard", None)
+    tensors = lambda: values(llama_shapes(*size), tuned, dtype, **keys)  # noqa: E731
     return lambda folder: write(folder, tensors(), config("llama", *size), per_shard)
 
 
@@ -270,7 +270,7 @@ def tokenizer(folder: Path, vocab: int) -> None:
         {"id": i, "content": word, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
         for word, i in list(words.items())[:3]
     ]
-    made = {
+    document = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
@@ -281,7 +281,7 @@ def tokenizer(folder: Path, vocab: int) -> None:
         "decoder": None,
         "model": {"type": "WordLevel", "vocab": words, "unk_token": "<pad>"},
     }
-    (folder / "tokenizer.json").write_text(json.dumps(made))
+    (folder / "tokenizer.json").write_text(json.dumps(document))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
@@ -318,14 +318,14 @@ def _expert(layer: int, e: int, tuned: int) -> Tensors:
     shapes |= {"gate_bias": (NEURONS,), "up_bias": (NEURONS,), "down_bias": (WIDE,)}
     twin = e % 2
     order = np.argsort(normal((NEURONS,), "order", layer, e)) if e >= 2 else np.arange(NEURONS)
-    made = {}
+    arrays = {}
     for part, shape in shapes.items():
         array = normal(shape, part, layer, twin) * 0.2
         if part != "down_bias":
             array = array[:, order] if part == "down" else array[order]
         array = array + normal(shape, part, layer, e, 7) * 0.02
-        made[part] = round_to(array + normal(shape, part, layer, e, 8 + tuned) * 0.01 * (tuned > 0), BF16)
-    return made
+        arrays[part] = round_to(array + normal(shape, part, layer, e, 8 + tuned) * 0.01 * (tuned > 0), BF16)
+    return arrays
 
 
 def _stored(layer: str, how: str, experts: list[Tensors]) -> Tensors:

@@ -39,8 +39,8 @@ def described(path: Path) -> dict[str, Any]:
 
 def load() -> dict[str, dict[str, Any]]:
     """Model → type → what the converter wrote."""
-    found: dict[str, dict[str, Any]] = json.loads(TABLE.read_text())
-    return found
+    table: dict[str, dict[str, Any]] = json.loads(TABLE.read_text())
+    return table
 
 
 def main(converter: Path) -> None:

@@ -50,27 +50,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def remade(old: digests.Table, root: Path, chosen: Iterable[Golden], *, whole: bool) -> tuple[digests.Table, list[str]]:
     """The new table, and lines that say what differs. whole: cases and inputs that are no more leave the table."""
-    made = {name: digests.tree_digest(root / name) for name in inputs.INPUTS}
+    input_digests = {name: digests.tree_digest(root / name) for name in inputs.INPUTS}
     told = [
-        f"input {name}: {old['inputs'].get(name, 'new')} -> {x}" for name, x in made.items() if old["inputs"].get(name) != x
+        f"input {name}: {old['inputs'].get(name, 'new')} -> {x}"
+        for name, x in input_digests.items()
+        if old["inputs"].get(name) != x
     ]
-    gone = set(old["inputs"]) - set(made)
+    gone = set(old["inputs"]) - set(input_digests)
     told += [f"input {name}: removed" for name in sorted(gone)]
     cases = dict(old["cases"])
     for case in chosen:
-        found = digests.record(case, root)
+        entry = digests.record(case, root)
         if case.name not in cases:
             told.append(f"{case.name}: new")
-        elif lines := digests.differences(cases[case.name], found):
+        elif lines := digests.differences(cases[case.name], entry):
             told += [f"{case.name}:", *(f"    {line}" for line in lines)]
         else:
             continue
-        cases[case.name] = {key: value for key, value in found.items() if key != "names"}
+        cases[case.name] = {key: value for key, value in entry.items() if key != "names"}
     if whole:
         for name in sorted(set(cases) - {case.name for case in CASES}):
             told.append(f"{name}: removed")
             del cases[name]
-    return {"inputs": made, "cases": cases}, told
+    return {"inputs": input_digests, "cases": cases}, told
 
 
 if __name__ == "__main__":

@@ -56,8 +56,8 @@ def check(case: Golden, root: Path, **options: int) -> None:
     for module in case.needs:
         pytest.importorskip(module)
     assert case.name in TABLE["cases"], f"{case.name} is not in digests.json: python -m tests.golden.regold --write"
-    found = digests.differences(TABLE["cases"][case.name], digests.record(case, root, **options))
-    assert not found, "the output has changed:\n" + "\n".join(found)
+    lines = digests.differences(TABLE["cases"][case.name], digests.record(case, root, **options))
+    assert not lines, "the output has changed:\n" + "\n".join(lines)
 
 
 def test_the_table_has_the_cases_and_no_others() -> None:
@@ -101,16 +101,16 @@ def test_a_summary_accepts_rounding_and_nothing_more() -> None:
         for tensor in list(old["summary"])[:3]:
             changed = dict(old["summary"])
             changed[tensor] = [x * (1 + 1e-4) if i == k else x for i, x in enumerate(changed[tensor])]
-            found = digests.differences({**old, "summary": changed}, TABLE["cases"][name])
-            assert len(found) == 1, (tensor, k, found)
-            assert tensor in found[0]
+            lines = digests.differences({**old, "summary": changed}, TABLE["cases"][name])
+            assert len(lines) == 1, (tensor, k, lines)
+            assert tensor in lines[0]
 
 
 def test_every_method_and_every_layout_has_a_case() -> None:
     def used(recipe: object) -> set[str]:
         if isinstance(recipe, dict):
-            own = {str(recipe[key]) for key in ("merge_method", "architecture") if key in recipe}
-            return own.union(*(used(value) for value in recipe.values()))
+            names = {str(recipe[key]) for key in ("merge_method", "architecture") if key in recipe}
+            return names.union(*(used(value) for value in recipe.values()))
         return set().union(*(used(value) for value in recipe)) if isinstance(recipe, list) else set()
 
     docs = Path(__file__).parents[2] / "docs"

@@ -145,8 +145,8 @@ def block_maxima(rows: Row32, block: tuple[int, int]) -> Row32:
     (n, cols), (high, wide) = rows.shape, block
     padded = np.zeros((-(-n // high) * high, -(-cols // wide) * wide), rows.dtype)
     padded[:n, :cols] = np.where(np.isnan(rows), 0, np.abs(rows))
-    found: Row32 = padded.reshape(-1, high, padded.shape[1] // wide, wide).max((1, 3))
-    return found
+    maxima: Row32 = padded.reshape(-1, high, padded.shape[1] // wide, wide).max((1, 3))
+    return maxima
 
 
 def dequantise(codes: Codes, table: Row32, scales: Row32, block: tuple[int, int]) -> Row32:
@@ -156,8 +156,8 @@ def dequantise(codes: Codes, table: Row32, scales: Row32, block: tuple[int, int]
 
 def _spread(scales: Row32, shape: tuple[int, ...], block: tuple[int, int]) -> Row32:
     """The scale of each element."""
-    found: Row32 = scales.repeat(block[0], 0)[: shape[0]].repeat(block[1], 1)[:, : shape[1]]
-    return found
+    spread: Row32 = scales.repeat(block[0], 0)[: shape[0]].repeat(block[1], 1)[:, : shape[1]]
+    return spread
 
 
 def difference(a: Array, b: Array) -> list[float]:
@@ -168,11 +168,11 @@ def difference(a: Array, b: Array) -> list[float]:
 
 def sparse_sketch(rows: Array, signs: Row32, shifts: npt.NDArray[np.int64], width: int) -> Array:
     """The rows times a sparse matrix of signs: column j goes to column (j mod width + shift of its chunk) mod width."""
-    found = np.zeros((len(rows), width))
-    for own, moved in zip(signs, shifts, strict=True):
+    sketch = np.zeros((len(rows), width))
+    for row_signs, moved in zip(signs, shifts, strict=True):
         for j in range(rows.shape[1]):
-            found[:, (j % width + moved[j // width]) % width] += own[j] * rows[:, j]
-    return found
+            sketch[:, (j % width + moved[j // width]) % width] += row_signs[j] * rows[:, j]
+    return sketch
 
 
 def statistics(x: Array) -> list[float]:

@@ -17,12 +17,12 @@ def tensors(count: int, size: int) -> tuple[list[np.ndarray], np.ndarray, np.nda
     """bf16 tensors as float64, of which a third of the elements is that of the first; their bytes; their codes."""
     random = np.random.default_rng(size)
     first = random.standard_normal(size).astype(ml_dtypes.bfloat16)
-    found = [first]
+    stack = [first]
     for _ in range(count - 1):
         other = random.standard_normal(size).astype(ml_dtypes.bfloat16)
-        found.append(np.where(random.random(size) < 0.33, first, other))
-    raw = np.stack([tensor.view(np.uint8) for tensor in found])
-    return [tensor.astype(np.float64) for tensor in found], raw, np.full(count, DTYPES["BF16"].code, np.int64)
+        stack.append(np.where(random.random(size) < 0.33, first, other))
+    raw = np.stack([tensor.view(np.uint8) for tensor in stack])
+    return [tensor.astype(np.float64) for tensor in stack], raw, np.full(count, DTYPES["BF16"].code, np.int64)
 
 
 @pytest.mark.parametrize("size", [1, 100, BLOCK + 7])
@@ -41,9 +41,9 @@ def test_sketches_of_deltas() -> None:
     signs, shifts = sparse_signs(300)
     out = np.zeros((2, 5, WIDTH), np.float32)
     sketch_deltas(raw, codes, 5, 300, signs, shifts, out, np.empty((2, BLOCK), np.float32))
-    for found, model in zip(out, models, strict=True):
+    for sketch, model in zip(out, models, strict=True):
         expected = reference.sparse_sketch((model - base).reshape(5, 300), signs, shifts, WIDTH)
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(sketch, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_what_survives_by_group() -> None:
@@ -52,7 +52,7 @@ def test_what_survives_by_group() -> None:
     out = np.empty((2, 3, SURVIVAL))
     survival(raw, codes, size, group, out, np.empty((3, BLOCK), np.float32))
     m, *deltas = ((x.astype(np.float32) - base.astype(np.float32)).astype(np.float64) for x in (merged, *models))
-    for g, own in enumerate((slice(0, group), slice(group, None))):
-        np.testing.assert_allclose(out[g, 0, :2], [(m[own] ** 2).sum(), (base[own] ** 2).sum()], rtol=1e-9)
+    for g, part in enumerate((slice(0, group), slice(group, None))):
+        np.testing.assert_allclose(out[g, 0, :2], [(m[part] ** 2).sum(), (base[part] ** 2).sum()], rtol=1e-9)
         for k, delta in enumerate(deltas):
-            np.testing.assert_allclose(out[g, 1 + k], reference.survival(m[own], delta[own]), rtol=1e-9)
+            np.testing.assert_allclose(out[g, 1 + k], reference.survival(m[part], delta[part]), rtol=1e-9)

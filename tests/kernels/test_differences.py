@@ -43,8 +43,8 @@ def test_sums_of_a_difference_by_grain(dtypes: tuple[str, str], rows: int, cols:
     difference(EncodedInputs(raw, codes), rows * cols, cols, grain, out, Sketch(signs, shifts, sketch), scratch, lanes)
     a, b = widened(tensors)
     for g in range(len(out)):
-        own = slice(g * grain_rows, (g + 1) * grain_rows)
-        np.testing.assert_allclose(out[g], reference.difference(a[own], b[own]), rtol=1e-6, atol=1e-9)
+        span = slice(g * grain_rows, (g + 1) * grain_rows)
+        np.testing.assert_allclose(out[g], reference.difference(a[span], b[span]), rtol=1e-6, atol=1e-9)
     expected = reference.sparse_sketch(b - a, signs, shifts, sketch.shape[1])
     np.testing.assert_allclose(sketch, expected, rtol=1e-5, atol=1e-5)
 
@@ -74,7 +74,7 @@ def test_statistics_leave_out_what_is_not_finite() -> None:
         np.empty((1, 100), np.float32),
         np.empty((2, LANES)),
     )
-    for row, found, square in zip(x.astype(np.float64), out, squares, strict=False):
+    for row, sums, square in zip(x.astype(np.float64), out, squares, strict=False):
         expected = reference.statistics(row)
-        np.testing.assert_allclose(found, expected, rtol=1e-12)
+        np.testing.assert_allclose(sums, expected, rtol=1e-12)
         assert square == pytest.approx(expected[1])

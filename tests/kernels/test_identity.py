@@ -124,9 +124,9 @@ def test_a_digest_is_the_same_in_every_process() -> None:
 
 def package_kernels() -> Iterator[Kernel]:
     """All of the package."""
-    for found in pkgutil.walk_packages(weightsmith.__path__, "weightsmith."):
-        if "._kernels." in found.name or "._methods." in found.name:
-            yield from (one for one in vars(importlib.import_module(found.name)).values() if isinstance(one, Kernel))
+    for module in pkgutil.walk_packages(weightsmith.__path__, "weightsmith."):
+        if "._kernels." in module.name or "._methods." in module.name:
+            yield from (one for one in vars(importlib.import_module(module.name)).values() if isinstance(one, Kernel))
 
 
 def test_every_kernel_has_a_digest_of_its_own() -> None:

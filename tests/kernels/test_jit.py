@@ -127,11 +127,11 @@ def test_a_kernel_from_the_cache_needs_little_of_numba(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @compiled
-@pytest.mark.parametrize("left", [0, 100])
-def test_a_kernel_whose_file_is_damaged_is_compiled_again(left: int, kept: Path) -> None:
+@pytest.mark.parametrize("size_left", [0, 100])
+def test_a_kernel_whose_file_is_damaged_is_compiled_again(size_left: int, kept: Path) -> None:
     again()(1)
     for path in files(kept):
-        path.write_bytes(path.read_bytes()[:left])
+        path.write_bytes(path.read_bytes()[:size_left])
     assert again()(1) == 2
     assert all(path.stat().st_size > 100 for path in files(kept))
 
@@ -213,17 +213,17 @@ def test_an_array_that_may_not_be_written_is_copied_for_a_kernel() -> None:
 
 @compiled
 def test_a_kernel_that_kernels_call_is_not_compiled_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
+    compiled = []
 
     def emit(library: Any) -> None:
-        made.append(library.name)
+        compiled.append(library.name)
         known(library)
 
     known = internals.codegen.JITCodeLibrary._finalize_specific
     monkeypatch.setattr(internals.codegen.JITCodeLibrary, "_finalize_specific", emit)
     assert calling(1.0) == 5
-    assert any(name.startswith("calling") for name in made)
-    assert not any(name.startswith("called") for name in made)
+    assert any(name.startswith("calling") for name in compiled)
+    assert not any(name.startswith("called") for name in compiled)
 
 
 class Worker(threading.Thread, event.Listener):  # type: ignore[misc]
@@ -235,12 +235,12 @@ class Worker(threading.Thread, event.Listener):  # type: ignore[misc]
         self.ended_with: BaseException | None = None
         self.result = -1
 
-    def on_start(self, found: object) -> None:
+    def on_start(self, timing_event: object) -> None:
         if threading.current_thread() is self:
             self.reached.set()
             self.go_on.wait(60)
 
-    def on_end(self, found: object) -> None:
+    def on_end(self, timing_event: object) -> None:
         pass
 
     def run(self) -> None:

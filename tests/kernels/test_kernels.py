@@ -133,14 +133,14 @@ MANY = 100_019 if numba.core.config.DISABLE_JIT else 10_000_019  # as plain Pyth
 def test_a_distance_of_bf16_has_the_bits_of_the_same_numbers_in_float32(n: int, grain: int) -> None:
     base, out = bf16_tiles(n)
     rows, sums, _, _ = scratch(2)
-    found, expected = np.empty((2, -(-n // grain), 2))
-    kinds = (np.uint16, DTYPES["BF16"].code, found), (np.float32, F32, expected)
+    actual, expected = np.empty((2, -(-n // grain), 2))
+    kinds = (np.uint16, DTYPES["BF16"].code, actual), (np.float32, F32, expected)
     for kind, code, totals in kinds:
         held = [x if kind is np.uint16 else x.view(ml_dtypes.bfloat16).astype(np.float32) for x in (base, out)]
         a, b = (Encoded(x.view(np.uint8), code) for x in held)
         with np.errstate(all="ignore"):
             distance(a, b, n, grain, totals, rows, sums)
-    np.testing.assert_array_equal(found.view(np.uint64), expected.view(np.uint64))
+    np.testing.assert_array_equal(actual.view(np.uint64), expected.view(np.uint64))
 
 
 @pytest.mark.parametrize("cols", [1, LANES + 1, BLOCK, BLOCK + 37])
@@ -215,8 +215,8 @@ def test_radix_selection_is_sorting(stack: np.ndarray, data: st.DataObject) -> N
     other = data.draw(st.integers(0, HIGH_BINS - 1))  # another window, which may be the same, takes nothing from the first
     firsts, aboves = np.array([bin_, other]) << 16, np.full(2, -1)
     ends = firsts + (1 << 16)
-    found = count_windows(scores, n, firsts, ends, aboves, table)
-    used = slots[:found]
+    count = count_windows(scores, n, firsts, ends, aboves, table)
+    used = slots[:count]
     counted = dict(zip(patterns[used].tolist(), numbers[used].tolist(), strict=True))
     magnitudes = np.abs(delta).view(np.uint32)
     inside = magnitudes[(magnitudes >> 16 == bin_) | (magnitudes >> 16 == other)]
@@ -235,8 +235,8 @@ def test_too_many_patterns_are_reported_and_not_overrun() -> None:
     rows, _, _, bits = scratch(2)
     table = Patterns(np.zeros(TABLE, np.uint32), np.zeros(TABLE, np.uint32), np.zeros(MAX_PATTERNS, np.uint32))
     window = np.array([0]), np.array([1 << 31]), np.zeros(1, np.int64)
-    found = count_windows(Scores(*raw(stack), 1, np.zeros(0), 1, rows, bits), n, *window, table)
-    assert found == -1
+    count = count_windows(Scores(*raw(stack), 1, np.zeros(0), 1, rows, bits), n, *window, table)
+    assert count == -1
     assert (table.numbers[table.slots] == 1).all()
 
 

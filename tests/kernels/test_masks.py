@@ -53,9 +53,9 @@ def test_rows_are_zeroed_where_nothing_is_kept(dtype: Any, n: int) -> None:
         got = row.copy()
         keep_random(got, n, words, limit)
         np.testing.assert_array_equal(got, np.where(words.astype(np.int64) < limit, row, 0))
-    given, got = (words & 1).astype(np.uint8), row.copy()
-    keep_chosen(got, n, given)
-    np.testing.assert_array_equal(got, np.where(given == 1, row, 0))
+    mask, got = (words & 1).astype(np.uint8), row.copy()
+    keep_chosen(got, n, mask)
+    np.testing.assert_array_equal(got, np.where(mask == 1, row, 0))
     bits, got = np.abs(row).astype(np.float32).view(np.uint32), row.copy()
     limit, cut = int(np.sort(bits)[n // 2]), n // 2
     keep_large(got, n, limit, cut)
@@ -70,13 +70,13 @@ def test_selection_by_variance(models: int, kind: Any) -> None:
     scores = stack[1:].astype(np.float64).var(axis=0).astype(np.float32).view(np.uint32)
     close = np.sort(scores)[-n // 3]
     codes, rows, bits = np.full(1 + models, DTYPES["F32"].code), np.empty((2, BLOCK), kind), np.empty(BLOCK, np.uint32)
-    found = np.full(n, 7, np.uint8)
+    selected = np.full(n, 7, np.uint8)
     for limit in (int(close) - 8, int(close) + 8):  # numpy's last digits are not those of updates
         for cut in (0, n):
             scored = Scores(stack.view(np.uint8), codes, VARIANCE, np.zeros(0), 1, rows, bits)
-            select_scores(scored, n, max(limit, 0), cut, found)
+            select_scores(scored, n, max(limit, 0), cut, selected)
             expected = (scores > max(limit, 0)) | ((scores == max(limit, 0)) & (np.arange(n) < cut))
-            np.testing.assert_array_equal(found, expected)
+            np.testing.assert_array_equal(selected, expected)
 
 
 @pytest.mark.parametrize("cut", [-5, 0, 1, BLOCK - 1, BLOCK, BLOCK + 9, 2 * BLOCK + 17, 10 * BLOCK])
@@ -86,12 +86,12 @@ def test_equal_scores_are_selected_up_to_the_cut(cut: int) -> None:
     stack[2] = 2.0  # the variance is 1 everywhere
     stack[2, ::5], stack[2, 1::5] = 4.0, 1.0
     limit = int(np.float32(1.0).view(np.uint32))
-    rows, bits, found = np.empty((2, BLOCK), np.float32), np.empty(BLOCK, np.uint32), np.full(n, 7, np.uint8)
+    rows, bits, selected = np.empty((2, BLOCK), np.float32), np.empty(BLOCK, np.uint32), np.full(n, 7, np.uint8)
     codes = np.full(3, DTYPES["F32"].code)
     scores = Scores(stack.view(np.uint8), codes, VARIANCE, np.zeros(0), 1, rows, bits)
-    select_scores(scores, n, limit, cut, found)
+    select_scores(scores, n, limit, cut, selected)
     expected = (stack[2] == 4) | ((stack[2] == 2) & (np.arange(n) < cut))
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(selected, expected)
 
 
 def _rows(n: int) -> list[np.ndarray]:
@@ -178,21 +178,21 @@ def test_masks_made_again_are_the_masks_remembered(method: str, tmp_path: Path, 
     rng = np.random.default_rng(1)
     base = rng.normal(0, 0.02, (300, 700))
     arrays = [a.astype(BF16) for a in (base, *(base + rng.normal(0, 1e-3, base.shape) for _ in range(2)))]
-    own = [{}, {"weight": 0.6, "density": 0.35, "epsilon": 0.1}, {"weight": -0.4, "density": 0.8, "epsilon": 0.1}]
+    per_model = [{}, {"weight": 0.6, "density": 0.35, "epsilon": 0.1}, {"weight": -0.4, "density": 0.8, "epsilon": 0.1}]
     seen = list[TaskVectorJob]()
     make = TaskVectorJob.__init__
 
-    def watched(self: TaskVectorJob, *given: Any) -> None:
-        make(self, *given)
+    def watched(self: TaskVectorJob, *args: Any) -> None:
+        make(self, *args)
         seen.append(self)
 
     monkeypatch.setattr(TaskVectorJob, "__init__", watched)
     shared = GTA | {"rescale": "l1"}
-    remembered = run_method(tmp_path / "a", method, arrays, shared=shared, models=own, base=True, tile_bytes=1)
+    remembered = run_method(tmp_path / "a", method, arrays, shared=shared, models=per_model, base=True, tile_bytes=1)
     assert seen[-1].resident_bytes == 2 * base.size // 8
     assert (seen[-1].modes == KEEP_CHOSEN).all()
     monkeypatch.setattr(task_vectors, "REMEMBER_BYTES", 2 * base.size // 8 - 1)
-    again = run_method(tmp_path / "b", method, arrays, shared=shared, models=own, base=True, tile_bytes=1)
+    again = run_method(tmp_path / "b", method, arrays, shared=shared, models=per_model, base=True, tile_bytes=1)
     assert seen[-1].resident_bytes == 0
     assert not (seen[-1].modes == KEEP_CHOSEN).any()
     if method != "della":

@@ -52,7 +52,11 @@ def other(patch: pytest.MonkeyPatch) -> None:
 
 def test_the_ceiling_is_that_of_the_project_and_what_is_installed_was_tested() -> None:
     file = Path(__file__).parents[2] / "pyproject.toml"
-    (line,) = [each for each in tomllib.loads(file.read_text())["project"]["dependencies"] if each.startswith("numba")]
+    (line,) = [
+        requirement
+        for requirement in tomllib.loads(file.read_text())["project"]["dependencies"]
+        if requirement.startswith("numba")
+    ]
     ceiling = re.search(r"<(\d+)\.(\d+)$", line)
     assert ceiling is not None
     assert (int(ceiling[1]), int(ceiling[2]) - 1) == compiler.TESTED

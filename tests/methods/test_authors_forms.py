@@ -52,12 +52,12 @@ def flat(model: Model, names: Sequence[str] = tuple(SHAPES)) -> np.ndarray:
     return np.concatenate([model[name].ravel() for name in names])
 
 
-def near(got: np.ndarray, wanted: np.ndarray, rtol: float = 1e-6) -> None:
-    np.testing.assert_allclose(got, wanted, rtol=0, atol=rtol * np.abs(wanted).max())
+def near(got: np.ndarray, expected: np.ndarray, rtol: float = 1e-6) -> None:
+    np.testing.assert_allclose(got, expected, rtol=0, atol=rtol * np.abs(expected).max())
 
 
-def differing(got: np.ndarray, wanted: np.ndarray) -> int:
-    return int((np.abs(got - wanted) > 1e-9).sum())
+def differing(got: np.ndarray, expected: np.ndarray) -> int:
+    return int((np.abs(got - expected) > 1e-9).sum())
 
 
 # ---- of one vector as long as the model
@@ -73,9 +73,9 @@ def test_ties() -> None:
     sign = np.sign(trimmed.sum(0))
     sign[sign == 0] = np.sign(sign.sum())
     chosen = np.where(np.sign(trimmed) == sign, trimmed, 0.0)
-    wanted = 0.7 * chosen.sum(0) / np.maximum((chosen != 0).sum(0), 1)
+    expected = 0.7 * chosen.sum(0) / np.maximum((chosen != 0).sum(0), 1)
     got = flat(merged("ties", base, tuned, weight=1.0, density=0.2, scope="model", lambda_=0.7))
-    assert 0 < differing(got, wanted) <= 3
+    assert 0 < differing(got, expected) <= 3
 
 
 def test_localize_and_stitch() -> None:
@@ -85,10 +85,10 @@ def test_localize_and_stitch() -> None:
     vectors = np.stack([flat(d, names) for d in task_vectors(base, tuned)])
     threshold = np.sort(np.abs(vectors), axis=1)[:, -int(0.1 * vectors.shape[1])]
     mask = np.abs(vectors) > threshold[:, None]
-    wanted = (mask * vectors / np.maximum(mask.sum(0), 1)).sum(0)
+    expected = (mask * vectors / np.maximum(mask.sum(0), 1)).sum(0)
     got = merged("localize_and_stitch", base, tuned)
     assert not got["model.embed_tokens.weight"].any()
-    assert 0 < differing(flat(got, names), wanted) <= 3
+    assert 0 < differing(flat(got, names), expected) <= 3
 
 
 def test_ram_and_ramplus() -> None:
@@ -153,8 +153,8 @@ def test_della() -> None:
         rows = delta.reshape(-1, delta.shape[-1])
         rank = np.abs(rows).argsort(1).argsort(1)
         probability = density - epsilon + 2 * epsilon * rank / (rows.shape[1] - 1)
-        made = got[name].reshape(rows.shape)
-        near(made, np.where(made != 0, rows / probability, 0.0))
+        thinned = got[name].reshape(rows.shape)
+        near(thinned, np.where(thinned != 0, rows / probability, 0.0))
 
 
 def test_breadcrumbs() -> None:
@@ -165,12 +165,12 @@ def test_breadcrumbs() -> None:
     names = [name for name, shape in SHAPES.items() if shape[-1] == 32]
     got = merged("breadcrumbs", base, tuned, weight=1.0, density=keep / 32, gamma=drop / 32, scope="row", lambda_=0.2)
     for name in names:
-        wanted = np.zeros(SHAPES[name])
+        expected = np.zeros(SHAPES[name])
         for delta in deltas:
-            for row, out in zip(np.atleast_2d(delta[name]), np.atleast_2d(wanted), strict=True):
+            for row, out in zip(np.atleast_2d(delta[name]), np.atleast_2d(expected), strict=True):
                 order = np.argsort(-np.abs(row))[drop : drop + keep]
                 out[order] += 0.2 * row[order]
-        near(got[name], wanted)
+        near(got[name], expected)
 
 
 def test_sce() -> None:
@@ -201,16 +201,16 @@ def test_cabs_groups_the_flattened_matrix() -> None:
     got = merged("cabs", base, tuned, weight=1.2, density=0.25, group=16)
     for name in SHAPES:
         free = np.ones(base[name].size, bool)
-        wanted = np.zeros(base[name].size)
+        expected = np.zeros(base[name].size)
         for model in tuned:
             delta = (model[name] - base[name]).ravel()
             mask = np.zeros(delta.size, bool)
             for start in range(0, delta.size, 16):
                 part = np.abs(delta[start : start + 16]) * free[start : start + 16]
                 mask[start + np.argsort(-part)[:4]] = True
-            wanted += 1.2 * delta * mask
+            expected += 1.2 * delta * mask
             free &= ~mask
-        near(got[name].ravel(), wanted)
+        near(got[name].ravel(), expected)
 
 
 # ---- of the matrices of linear layers; the mean of the deltas elsewhere
@@ -239,13 +239,13 @@ def iso_c(deltas: list[np.ndarray]) -> np.ndarray:
 
 def iso_cts(deltas: list[np.ndarray]) -> np.ndarray:
     rank = min(deltas[0].shape)
-    own = round((rank - int(0.8 * rank)) / len(deltas))
-    common = rank - own * len(deltas)
+    separate = round((rank - int(0.8 * rank)) / len(deltas))
+    common = rank - separate * len(deltas)
     u, s, v = svd(np.sum(deltas, axis=0))
     us, ss, vs = [u[:, :common]], [s[:common]], [v[:common]]
     for delta in deltas:
         ui, si, vi = svd(delta - us[0] @ us[0].T @ delta)
-        us, ss, vs = [*us, ui[:, :own]], [*ss, si[:own]], [*vs, vi[:own]]
+        us, ss, vs = [*us, ui[:, :separate]], [*ss, si[:separate]], [*vs, vi[:separate]]
     (a, _, b), (c, _, d) = svd(np.concatenate(us, 1)), svd(np.concatenate(vs))
     return np.concatenate(ss).mean() * a @ b @ c @ d
 
@@ -328,9 +328,9 @@ def test_cart() -> None:
     got = merge_state_dicts("cart", tuned, rank=0.055, lambda_=0.7)
     for name in SHAPES:
         mean = np.mean([model[name] for model in tuned], axis=0)
-        wanted = mean.copy()
+        expected = mean.copy()
         for model in tuned if name in LINEAR else ():
             u, s, v = svd(model[name] - mean)
             keep = int(0.055 * s.size)
-            wanted += 0.7 * u[:, :keep] @ np.diag(s[:keep]) @ v[:keep]
-        near(got[name], wanted)
+            expected += 0.7 * u[:, :keep] @ np.diag(s[:keep]) @ v[:keep]
+        near(got[name], expected)

@@ -30,8 +30,8 @@ def merge(folder: Path, method: str, arrays: list[np.ndarray], shared: dict[str,
     """Merge inputs without parameters, or with weights; to float64 unless another dtype is asked for."""
     weights = options.pop("weights", None)
     models = [{} for _ in arrays]
-    for own, weight in zip(models[len(arrays) - len(weights or ()) :], weights or (), strict=True):
-        own["weight"] = weight
+    for model_settings, weight in zip(models[len(arrays) - len(weights or ()) :], weights or (), strict=True):
+        model_settings["weight"] = weight
     return run_method(folder, method, arrays, shared=shared, models=models, **({"out": F64} | options))
 
 
@@ -348,10 +348,10 @@ def test_the_iteration_leaves_a_model_that_is_the_mean_of_the_others() -> None:
         return float(np.linalg.norm(place - points, axis=-1).sum())
 
     deltas = points[1:] - points[0]
-    found, first = (median_coefficients(deltas @ deltas.T, steps, 1e-6) @ points for steps in (1000, 1))
+    median, first = (median_coefficients(deltas @ deltas.T, steps, 1e-6) @ points for steps in (1000, 1))
     best = min(total(np.array([x, 0.0])) for x in np.linspace(0, 0.1, 10_001))  # on the axis of symmetry
-    assert total(points[1]) > total(first) > total(found)
-    assert total(found) <= best + 1e-8
+    assert total(points[1]) > total(first) > total(median)
+    assert total(median) <= best + 1e-8
 
 
 # ---- many models -----------------------------------------------------------------------------------------------------------
@@ -382,8 +382,8 @@ def test_thirty_models(method: str, tmp_path: Path) -> None:
 def test_thirty_checkpoints_through_the_front_door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     tensors = [plan_help.decoder(seed=i) for i in range(30)]
-    for i, each in enumerate(tensors):
-        write_checkpoint(Path(f"m{i}"), each, plan_help.config())
+    for i, arrays in enumerate(tensors):
+        write_checkpoint(Path(f"m{i}"), arrays, plan_help.config())
     models = "".join(f"  - model: ./m{i}\n" for i in range(30))
     for method, reference in (("karcher", whole.karcher), ("geometric_median", whole.median)):
         weightsmith.merge(f"merge_method: {method}\nmodels:\n{models}dtype: float32\n", Path(method))

@@ -42,18 +42,18 @@ SHAPES = [(40, 24), (24, 40), (30, 30)]
 
 def tensors(shape: tuple[int, int], count: int, rank: int | None = None, seed: int = 0) -> list[Any]:
     rng = np.random.default_rng(seed)
-    made = []
+    matrices = []
     for _ in range(count):
         if rank is None:
-            made.append(rng.normal(size=shape))
+            matrices.append(rng.normal(size=shape))
         else:
-            made.append(rng.normal(size=(shape[0], rank)) @ rng.normal(size=(rank, shape[1])))
-    return [torch.from_numpy(m) for m in made]
+            matrices.append(rng.normal(size=(shape[0], rank)) @ rng.normal(size=(rank, shape[1])))
+    return [torch.from_numpy(m) for m in matrices]
 
 
-def assert_near(got: Any, wanted: Any, tolerance: float = 1e-10) -> None:
-    scale = max(1e-300, float(torch.linalg.norm(wanted)))
-    assert float(torch.linalg.norm(got - wanted)) <= tolerance * scale
+def assert_near(got: Any, expected: Any, tolerance: float = 1e-10) -> None:
+    scale = max(1e-300, float(torch.linalg.norm(expected)))
+    assert float(torch.linalg.norm(got - expected)) <= tolerance * scale
 
 
 # ---- linear algebra
@@ -65,9 +65,9 @@ def test_thin_svd_is_an_svd(shape: tuple[int, int], rank: int | None) -> None:
     a = tensors(shape, 1, rank)[0]
     u, s, vt = thin_svd(a)
     assert_near((u * s) @ vt, a)
-    wanted = torch.linalg.svdvals(a)
-    wanted[5 if rank else len(wanted) :] = 0
-    np.testing.assert_allclose(s, wanted, atol=1e-9)
+    expected = torch.linalg.svdvals(a)
+    expected[5 if rank else len(expected) :] = 0
+    np.testing.assert_allclose(s, expected, atol=1e-9)
     real = rank or min(shape)
     assert_near(u[:, :real].T @ u[:, :real], torch.eye(real, dtype=torch.float64), 1e-9)
     assert not u[:, real:].any()
@@ -202,8 +202,8 @@ def test_resmerge_of_one_model_keeps_the_residual_and_a_share_of_the_head() -> N
 
 
 def test_resmerge_does_not_shorten_residuals_that_agree_in_part() -> None:
-    common, *own = tensors((60, 50), 4)
-    d = [common + x for x in own]
+    common, *residuals = tensors((60, 50), 4)
+    d = [common + x for x in residuals]
     merged = resmerge.merge(d, 1, 0.0, 0.7, 1.0)
     plain = sum(resmerge.merge([x], 1, 0.0, 0.7, 1.0) for x in d) / 3  # of one model: its residual
     assert float(torch.linalg.norm(merged)) > 1.05 * float(torch.linalg.norm(plain))
@@ -385,8 +385,8 @@ def test_a_finished_part_lets_go_of_its_job() -> None:
 
 def test_what_max_memory_leaves() -> None:
     assert fit_resident_bytes(None, 2, 4, 77) == 77
-    left = fit_resident_bytes(2 << 30, 2, 4, 77)
-    assert left == (2 << 30) - peak_memory_bytes(fit_tile_bytes(2 << 30, 2, 4), 2, 4) > 1 << 30
+    remaining = fit_resident_bytes(2 << 30, 2, 4, 77)
+    assert remaining == (2 << 30) - peak_memory_bytes(fit_tile_bytes(2 << 30, 2, 4), 2, 4) > 1 << 30
 
 
 def test_one_thread_is_for_the_time_of_the_computation_only() -> None:
@@ -538,9 +538,9 @@ def test_whole_matrices_are_computed_on_the_device_of_the_run_whatever_torch_fin
     seen: set[str] = set()
     make = Deltas.__init__
 
-    def spy(self: Deltas, rows: Any, weights: Any, device: str, **more: Any) -> None:
+    def spy(self: Deltas, rows: Any, weights: Any, device: str, **options: Any) -> None:
         seen.add(device)
-        make(self, rows, weights, device, **more)
+        make(self, rows, weights, device, **options)
 
     monkeypatch.setattr(Deltas, "__init__", spy)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -587,16 +587,16 @@ def test_jobs_that_are_not_portable_are_those_whose_methods_say_so() -> None:
     """A new method of whole matrices that forgets `on_device` would be resumed on another device."""
     for name in methods.NAMES:
         method = methods.get(name)
-        shared, own = (
+        shared, model_parameters = (
             {p.name: 0.5 if p.required else p.default for p in method.parameters if p.scope == scope and not p.optional}
             for scope in ("tensor", "model")
         )
         count = 3 if method.max_models is None or method.max_models > 1 else 2
         base = method.base == "required"
         places = tuple(range(count))
-        models = ({} if base else own, *[own] * (count - 1))
+        models = ({} if base else model_parameters, *[model_parameters] * (count - 1))
         codes = np.zeros(count, np.int64)
-        ones = {each.kind: np.ones(find_statistic(each.kind).shape(8, 8)) for each in method.requires(shared)}
+        ones = {statistic.kind: np.ones(find_statistic(statistic.kind).shape(8, 8)) for statistic in method.requires(shared)}
         known = {kind: dict.fromkeys(places, array) for kind, array in ones.items()}
         matrix = Matrix("w", 64, 8, 64, codes, 0, base, shared, models, 0, places, places, (), (8, 8), "linear")
         matrix = replace(matrix, statistics=known)

@@ -198,8 +198,10 @@ def test_density_nought_leaves_the_base_and_one_keeps_every_delta(name: str, tmp
     shared = {**case.shared, "sparsify": "magnitude"}  # task_vectors keeps everything if not told otherwise
 
     def run(density: float) -> np.ndarray:
-        own = {**case.models[1], "weight": 1.0, "density": density, "gamma": 0.0}
-        return run_method(tmp_path / str(density), name, arrays, shared=shared, models=[{}, own], base=True, out=DTYPES["BF16"])
+        parameters = {**case.models[1], "weight": 1.0, "density": density, "gamma": 0.0}
+        return run_method(
+            tmp_path / str(density), name, arrays, shared=shared, models=[{}, parameters], base=True, out=DTYPES["BF16"]
+        )
 
     assert run(0.0).tobytes() == arrays[0].tobytes()
     assert run(1.0).tobytes() == arrays[1].tobytes()

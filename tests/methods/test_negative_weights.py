@@ -30,8 +30,8 @@ def models(count: int) -> tuple[np.ndarray, list[np.ndarray]]:
 
 def delta(method: str, base: np.ndarray, tuned: list[np.ndarray], weight: list[float], **parameters: Any) -> np.ndarray:
     models = [{"w": t} for t in tuned]
-    made = merge_state_dicts(method, models, base={"w": base}, weight=weight, out_dtype="float32", **parameters)
-    return made["w"].astype(np.float64) - base.astype(np.float64)
+    merged = merge_state_dicts(method, models, base={"w": base}, weight=weight, out_dtype="float32", **parameters)
+    return merged["w"].astype(np.float64) - base.astype(np.float64)
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> float:

@@ -57,7 +57,7 @@ parameters: {share: 0.25}
 
 
 @pytest.fixture
-def own(work: Path) -> Path:
+def project(work: Path) -> Path:
     """The models `a` and `b`, and in another folder the recipe `sub/half.yml` with its code."""
     (work / "sub").mkdir()
     (work / "sub" / "half.py").write_text(HALF)
@@ -89,22 +89,22 @@ def holding(method: object) -> dict[str, Any]:
     return {"merge_method": method, "base_model": "a", "models": [{"model": "b"}]}
 
 
-def test_a_recipe_may_hold_the_function_itself(own: Path) -> None:
+def test_a_recipe_may_hold_the_function_itself(project: Path) -> None:
     weightsmith.merge(holding(mean), "out", progress=False)
     task = {"merge_method": "task_arithmetic", "base_model": "a", "models": [{"model": "b", "parameters": {"weight": 0.5}}]}
     weightsmith.merge(task, "expected", progress=False)
-    for name, expected in read(own / "expected").items():
-        np.testing.assert_array_equal(read(own / "out")[name], expected)
+    for name, expected in read(project / "expected").items():
+        np.testing.assert_array_equal(read(project / "out")[name], expected)
     assert weightsmith.plan(holding(mean)).provenance.name == weightsmith.plan(holding(mean)).provenance.name
     staged = weightsmith.plan([{"name": "first", **holding(mean)}, {**holding(mean), "models": [{"model": "first"}]}])
     assert staged.provenance.name.startswith("mean@")
 
 
-def test_its_plan_runs_in_this_process_alone(own: Path) -> None:
+def test_its_plan_runs_in_this_process_alone(project: Path) -> None:
     plan = weightsmith.plan(holding(mean))
     weightsmith.run(plan, "out", progress=False)
     weightsmith.merge(holding(mean), "expected", progress=False)
-    assert (own / "out/model.safetensors").read_bytes() == (own / "expected/model.safetensors").read_bytes()
+    assert (project / "out/model.safetensors").read_bytes() == (project / "expected/model.safetensors").read_bytes()
     Path("plan.json").write_text(json.dumps(plan.to_json()))
     ran = run_process("run", "plan.json", "again", fresh=True)
     assert ran.code == 1
@@ -116,19 +116,19 @@ def test_its_plan_runs_in_this_process_alone(own: Path) -> None:
 
 
 @pytest.mark.parametrize("method", [lambda models, out: None, np.ones(2), object()])
-def test_what_is_no_merge_method_is_one_error(own: Path, method: object) -> None:
-    (found,) = problems(holding(method))
-    assert isinstance(found, MethodError)
-    assert found.finding.where == "merge_method"
-    assert "not a merge method\n  -> Write @weightsmith.block_method or @weightsmith.tensor_method" in str(found)
+def test_what_is_no_merge_method_is_one_error(project: Path, method: object) -> None:
+    (problem,) = problems(holding(method))
+    assert isinstance(problem, MethodError)
+    assert problem.finding.where == "merge_method"
+    assert "not a merge method\n  -> Write @weightsmith.block_method or @weightsmith.tensor_method" in str(problem)
 
 
 # ---- a file that a recipe names
 
 
-def test_a_recipe_merges_with_the_function_of_a_file_beside_it(own: Path) -> None:
+def test_a_recipe_merges_with_the_function_of_a_file_beside_it(project: Path) -> None:
     weightsmith.merge("sub/half.yml", "out", allow_code=True)
-    a, b, out = read(own / "a"), read(own / "b"), read(own / "out")
+    a, b, out = read(project / "a"), read(project / "b"), read(project / "out")
     for name in a:
         np.testing.assert_array_equal(
             out[name], (0.25 * a[name].astype(float) + 0.75 * b[name].astype(float)).astype(np.float32)
@@ -136,18 +136,18 @@ def test_a_recipe_merges_with_the_function_of_a_file_beside_it(own: Path) -> Non
 
 
 @pytest.mark.parametrize("text", [True, False])
-def test_a_recipe_that_is_no_file_starts_from_the_current_folder(own: Path, text: bool) -> None:
+def test_a_recipe_that_is_no_file_starts_from_the_current_folder(project: Path, text: bool) -> None:
     parts: dict[str, Any] = {"merge_method": "./sub/half.py:half", "models": [{"model": "a"}, {"model": "b"}]}
     recipe = json.dumps(parts, indent=1) if text else parts
     assert weightsmith.plan(recipe, allow_code=True).provenance.name.startswith("./sub/half.py:half@")
 
 
-def test_without_leave_it_is_refused_and_said_what_would_run(own: Path) -> None:
-    (own / "sub" / "half.py").write_text("raise SystemExit('it ran')")
-    found = only("sub/half.yml")
-    assert isinstance(found, MethodError)
-    assert str(found) == (
-        f"sub/half.yml:1:1: merge_method ./half.py:half would run code: the file {own / 'sub' / 'half.py'}\n"
+def test_without_leave_it_is_refused_and_said_what_would_run(project: Path) -> None:
+    (project / "sub" / "half.py").write_text("raise SystemExit('it ran')")
+    problem = only("sub/half.yml")
+    assert isinstance(problem, MethodError)
+    assert str(problem) == (
+        f"sub/half.yml:1:1: merge_method ./half.py:half would run code: the file {project / 'sub' / 'half.py'}\n"
         "  -> Read that file, and if you trust it add --allow-code (allow_code=True)."
     )
 
@@ -171,25 +171,25 @@ def test_without_leave_it_is_refused_and_said_what_would_run(own: Path) -> None:
         ("./sign.py:f", "f(models) has no argument 'out'\n  -> Write models, out and perhaps base as its arguments."),
     ],
 )
-def test_what_is_wrong_with_the_code_is_said_with_its_line_in_the_recipe(own: Path, method: str, message: str) -> None:
-    sub = own / "sub"
+def test_what_is_wrong_with_the_code_is_said_with_its_line_in_the_recipe(project: Path, method: str, message: str) -> None:
+    sub = project / "sub"
     (sub / "bad.py").write_text("x = 1\ny = = 2\n")
     (sub / "exits.py").write_text("raise SystemExit(3)")
     (sub / "sign.py").write_text("import weightsmith\n@weightsmith.block_method\ndef f(models): pass\n")
     (sub / "r.yml").write_text(RECIPE.replace("./half.py:half", method))
-    found = only("sub/r.yml", allow_code=True)
-    assert isinstance(found, MethodError)
-    assert str(found).startswith("sub/r.yml:1:1: " + message.format(folder=sub))
+    problem = only("sub/r.yml", allow_code=True)
+    assert isinstance(problem, MethodError)
+    assert str(problem).startswith("sub/r.yml:1:1: " + message.format(folder=sub))
 
 
-def test_parameters_are_checked_as_any_methods(own: Path) -> None:
-    (own / "sub" / "half.yml").write_text(RECIPE.replace("share: 0.25", "shore: 0.25"))
-    found = only("sub/half.yml", allow_code=True)
-    assert isinstance(found, UnknownName)
-    assert "has no parameter 'shore' (did you mean 'share'?)" in str(found)
+def test_parameters_are_checked_as_any_methods(project: Path) -> None:
+    (project / "sub" / "half.yml").write_text(RECIPE.replace("share: 0.25", "shore: 0.25"))
+    problem = only("sub/half.yml", allow_code=True)
+    assert isinstance(problem, UnknownName)
+    assert "has no parameter 'shore' (did you mean 'share'?)" in str(problem)
 
 
-def test_an_unknown_method_still_has_its_nearest_name(own: Path) -> None:
+def test_an_unknown_method_still_has_its_nearest_name(project: Path) -> None:
     unknown, parameter = problems(RECIPE.replace("./half.py:half", "tise"))
     assert "no merge method is called 'tise' (did you mean 'ties'?)" in str(unknown)
     assert "no merge method has a parameter 'share'" in str(parameter)
@@ -198,7 +198,7 @@ def test_an_unknown_method_still_has_its_nearest_name(own: Path) -> None:
 
 
 @pytest.mark.slow
-def test_other_code_is_another_plan_and_its_hash_is_in_the_manifest(own: Path) -> None:
+def test_other_code_is_another_plan_and_its_hash_is_in_the_manifest(project: Path) -> None:
     before = weightsmith.plan("sub/half.yml", allow_code=True)
     assert weightsmith.plan("sub/half.yml", allow_code=True).hash == before.hash
     assert plan_from_json(before.to_json()) == before
@@ -209,14 +209,14 @@ def test_other_code_is_another_plan_and_its_hash_is_in_the_manifest(own: Path) -
 
     with pytest.raises(KeyboardInterrupt):
         weightsmith.merge("sub/half.yml", "out", allow_code=True, progress=stop)
-    (own / "sub" / "half.py").write_text(HALF + "# another\n")
+    (project / "sub" / "half.py").write_text(HALF + "# another\n")
     assert weightsmith.plan("sub/half.yml", allow_code=True).hash != before.hash
     with pytest.raises(CannotResume, match=r"code of \./half\.py:half: changed"):
         weightsmith.merge("sub/half.yml", "out", allow_code=True)
     weightsmith.merge("sub/half.yml", "out", allow_code=True, resume=False)
-    code = json.loads((own / "out" / "weightsmith.json").read_text())["merge_method_code"]
+    code = json.loads((project / "out" / "weightsmith.json").read_text())["merge_method_code"]
     assert code == {"name": "./half.py:half", "sha256": hashlib.sha256((HALF + "# another\n").encode()).hexdigest()}
-    assert "merge_method_code" not in json.loads(_linear_manifest(own))
+    assert "merge_method_code" not in json.loads(_linear_manifest(project))
 
 
 def _linear_manifest(folder: Path) -> str:
@@ -225,7 +225,7 @@ def _linear_manifest(folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_the_command_line_needs_the_flag_too(own: Path, cli: Cli) -> None:
+def test_the_command_line_needs_the_flag_too(project: Path, cli: Cli) -> None:
     ran = cli("merge", "sub/half.yml", "out")
     assert ran.code == 1
     assert "\nerror[method]: sub/half.yml:1:1: merge_method ./half.py:half would run code" in ran.err
@@ -233,7 +233,7 @@ def test_the_command_line_needs_the_flag_too(own: Path, cli: Cli) -> None:
     assert re.match(r"method   \./half\.py:half@[0-9a-f]{16}\n", cli("plan", "sub/half.yml", "--allow-code").out)
     assert cli("plan", "sub/half.yml", "--allow-code", "--explain", "model.norm.weight").out.count("sub/half.yml:5:21") == 1
     assert cli("merge", "sub/half.yml", "out", "--allow-code", "--quiet").code == 0
-    assert "half.py:half" in (own / "out" / "README.md").read_text()
+    assert "half.py:half" in (project / "out" / "README.md").read_text()
 
 
 # ---- a package that brings one
@@ -297,14 +297,16 @@ def test_the_steps_after_a_merge_follow_own_methods_that_need_a_base(form: str, 
         out[:] = summed(models, base, weight)
 
     filled.__annotations__["weight"] = summed.__annotations__["weight"] = PerModel[float]
-    own = block_method(filled) if form == "block" else tensor_method(summed)
+    custom = block_method(filled) if form == "block" else tensor_method(summed)
     base, *tuned = fine_tunes((40, 30), 2)
     held = [{"mlp.up_proj.weight": a} for a in tuned]
     first = {"mlp.up_proj.weight": base}
     how: dict[str, Any] = {"base": first, "weight": [0.3, 0.9], "out_dtype": "float32", **steps}
-    got = weightsmith.merge_state_dicts(own, held, **how)["mlp.up_proj.weight"]
+    got = weightsmith.merge_state_dicts(custom, held, **how)["mlp.up_proj.weight"]
     expected = weightsmith.merge_state_dicts("task_arithmetic", held, **how)["mlp.up_proj.weight"]
-    plain = weightsmith.merge_state_dicts(own, held, base=first, weight=[0.3, 0.9], out_dtype="float32")["mlp.up_proj.weight"]
+    plain = weightsmith.merge_state_dicts(custom, held, base=first, weight=[0.3, 0.9], out_dtype="float32")[
+        "mlp.up_proj.weight"
+    ]
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-9)
     assert np.abs(got - plain).max() > 1e-5, "the step changed nothing"
 
@@ -351,9 +353,14 @@ def test_the_signature_says_the_parameters() -> None:
 
         And more."""
 
-    found = described(f)
-    assert (found.base, found.title, found.min_models, found.max_models) == ("required", "Does things", 1, None)
-    shown = [(p.name, p.kind, p.scope, p.default, p.required) for p in found.parameters]
+    description = described(f)
+    assert (description.base, description.title, description.min_models, description.max_models) == (
+        "required",
+        "Does things",
+        1,
+        None,
+    )
+    shown = [(p.name, p.kind, p.scope, p.default, p.required) for p in description.parameters]
     assert shown == [
         ("w", "float", "model", None, True),
         ("kind", "str", "model", "a", False),
@@ -443,15 +450,15 @@ def test_what_a_block_function_is_given(matrices: int, tmp_path: Path) -> None:
         )
         out[:] = base
 
-    own = [{}, {"w": 1, "s": "x", "b": True}, {"w": 2, "s": "y", "b": False}]
+    per_model = [{}, {"w": 1, "s": "x", "b": True}, {"w": 2, "s": "y", "b": False}]
     arrays = fine_tunes((3, 40, 30), 2)
-    how = {"shared": {"n": None}, "models": own, "base": True, "matrices": matrices, "threads": 1}
+    how = {"shared": {"n": None}, "models": per_model, "base": True, "matrices": matrices, "threads": 1}
     merged(look, arrays, tmp_path, out=DTYPES["BF16"], **how)
-    given = ((2, 1200), (1200,), (1200,), "float32", [1, 2], "int64", ("x", "y"), "bool", None, {True})
-    assert seen == [given] * 3  # no grain reaches from one of a stack of matrices into the next
+    arguments = ((2, 1200), (1200,), (1200,), "float32", [1, 2], "int64", ("x", "y"), "bool", None, {True})
+    assert seen == [arguments] * 3  # no grain reaches from one of a stack of matrices into the next
     seen.clear()
     merged(look, arrays, tmp_path, out=DTYPES["F32"], **how)
-    assert {given[3] for given in seen} == {"float64"}
+    assert {call[3] for call in seen} == {"float64"}
 
 
 def test_an_optional_base_may_be_missing(tmp_path: Path) -> None:
@@ -465,16 +472,16 @@ def test_an_optional_base_may_be_missing(tmp_path: Path) -> None:
     assert with_base.tobytes() == b.tobytes()
 
 
-def test_failing_functions_are_named_with_the_tensor_and_the_line(own: Path) -> None:
-    (own / "sub" / "half.yml").write_text(RECIPE.replace(":half", ":broken").replace("{share: 0.25}", "{}"))
+def test_failing_functions_are_named_with_the_tensor_and_the_line(project: Path) -> None:
+    (project / "sub" / "half.yml").write_text(RECIPE.replace(":half", ":broken").replace("{share: 0.25}", "{}"))
     with pytest.raises(MethodError) as caught:
         weightsmith.merge("sub/half.yml", "out", allow_code=True, threads=1)
     assert str(caught.value) == (
         "output tensor model.embed_tokens.weight: broken raised ValueError: no such luck\n"
-        f"  {own / 'sub' / 'half.py'}:14 in broken"
+        f"  {project / 'sub' / 'half.py'}:14 in broken"
     )
     assert isinstance(caught.value.__cause__, ValueError)
-    assert not (own / "out").exists()
+    assert not (project / "out").exists()
 
 
 def test_a_block_function_fills_out(tmp_path: Path) -> None:

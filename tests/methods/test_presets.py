@@ -81,9 +81,9 @@ def test_a_preset_says_what_it_is_and_where_it_comes_from(file: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("file", PRESETS, ids=lambda file: file.stem)
 def test_a_preset_plans_and_merges(file: Path, merged: Callable[[str], weightsmith.Merged]) -> None:
-    found = merged(file.stem)
-    assert warnings(found.plan) == []
-    with weightsmith.open_checkpoint(found.out) as out:
+    written = merged(file.stem)
+    assert warnings(written.plan) == []
+    with weightsmith.open_checkpoint(written.out) as out:
         assert all(np.isfinite(out.read(name).astype(np.float64)).all() for name in out.specs)
 
 

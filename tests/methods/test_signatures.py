@@ -65,8 +65,8 @@ def test_annotations_say_documentation_bounds_and_choices() -> None:
 def test_what_a_function_is_called_with() -> None:
     def f(w: PerModel[float], n: PerModel[int] = 3, s: PerModel[float | None] = None, lambda_: float = 0.5) -> None: ...
 
-    own = [{"w": 1, "n": 2, "s": None}, {"w": 0.25, "n": 4, "s": 2.0}]
-    got = values(parameters_of(f, skip=()), {"spectrum": "none"}, own)
+    per_model = [{"w": 1, "n": 2, "s": None}, {"w": 0.25, "n": 4, "s": 2.0}]
+    got = values(parameters_of(f, skip=()), {"spectrum": "none"}, per_model)
     assert list(got) == ["w", "n", "s", "lambda_"]  # and not the parameters of the steps after it
     assert (got["w"].dtype, got["w"].tolist()) == (np.float64, [1, 0.25])
     assert (got["n"].dtype, got["n"].tolist()) == (np.int64, [2, 4])
@@ -103,17 +103,17 @@ def test_a_rule_can_only_ask_for_parameters_of_the_method() -> None:
     ("density", "epsilon", "fits"), [(0.3, 0.29, 1), (0.3, 0.3, 0), (0.8, 0.19, 1), (0.8, 0.2, 0), (1, 0.5, 1)]
 )
 def test_probabilities_are_between_0_and_1(density: float, epsilon: float, fits: bool) -> None:
-    found = check_probabilities([0.5, density], [0.1, epsilon])
+    reason = check_probabilities([0.5, density], [0.1, epsilon])
     limit = f"they must lie between 0 and 1: use an epsilon below {min(density, round(1 - density, 9)):g}"
-    assert found.endswith("" if fits else limit)
-    assert bool(found) != fits
+    assert reason.endswith("" if fits else limit)
+    assert bool(reason) != fits
 
 
 def test_rules_get_typed_values() -> None:
     seen: list[Any] = []
 
-    def look(**given: Any) -> bool:
-        seen.append({name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in given.items()})
+    def look(**options: Any) -> bool:
+        seen.append({name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in options.items()})
         return True
 
     texts = dict.fromkeys(("title", "summary", "use", "passes", "source", "formula", "example"), "text")
@@ -137,7 +137,7 @@ def test_rules_get_typed_values() -> None:
     assert some.keeps_base({"t": 5}, "vocabulary")
     assert some.elementwise({"t": 5})
     assert seen == [{"w": [2.0, 4.0], "t": 5}, {"w": [2.0]}, {"t": 5}, {"role": "vocabulary", "t": 5}, {"t": 5}]
-    assert [some.ignored(own) for own in ({}, {"w": 0.0, "weight": 1.0}, {"weight": 0.0})] == [False, False, True]
+    assert [some.ignored(parameters) for parameters in ({}, {"w": 0.0, "weight": 1.0}, {"weight": 0.0})] == [False, False, True]
 
 
 def test_bounds_and_choices_of_an_own_method_are_checked() -> None:
@@ -145,8 +145,10 @@ def test_bounds_and_choices_of_an_own_method_are_checked() -> None:
     exec(compile(next(b for b in blocks("own-method.md") if "def limited" in b), "page", "exec"), scope)
     base, a = {"w": np.float32([1, 1, 1])}, {"w": np.float32([1.25, 5, 1])}
 
-    def run(**given: Any) -> list[float]:
-        merged: list[float] = weightsmith.merge_state_dicts(scope["limited"], [a], base=base, limit=0.5, **given)["w"].tolist()
+    def run(**options: Any) -> list[float]:
+        merged: list[float] = weightsmith.merge_state_dicts(scope["limited"], [a], base=base, limit=0.5, **options)[
+            "w"
+        ].tolist()
         return merged
 
     assert run() == [1.25, 1.5, 1]

@@ -32,7 +32,7 @@ SHAPES = {
 Model = dict[str, np.ndarray]
 
 
-def made(count: int, dtype: Any = ml_dtypes.bfloat16) -> list[Model]:
+def random_models(count: int, dtype: Any = ml_dtypes.bfloat16) -> list[Model]:
     """A base and `count` fine-tunes."""
     arrays = [fine_tunes(shape, count, dtype, seed=i) for i, shape in enumerate(SHAPES.values())]
     return [dict(zip(SHAPES, tensors, strict=True)) for tensors in zip(*arrays, strict=True)]
@@ -40,7 +40,7 @@ def made(count: int, dtype: Any = ml_dtypes.bfloat16) -> list[Model]:
 
 def float32(count: int) -> list[Model]:
     """The same, and no two deltas of one magnitude."""
-    return [{k: v.astype(np.float32) for k, v in model.items()} for model in made(count, np.float64)]
+    return [{k: v.astype(np.float32) for k, v in model.items()} for model in random_models(count, np.float64)]
 
 
 def weighted(method: Method) -> bool:
@@ -48,14 +48,14 @@ def weighted(method: Method) -> bool:
     return not method.requires({}) and any(p.name == "weight" and p.scope == "model" for p in method.parameters)
 
 
-def merge(case: Case, models: list[Model], own: list[Any], **more: Any) -> Model:
-    """In memory. own: the parameters of each model but the base."""
+def merge(case: Case, models: list[Model], per_model: list[Any], **options: Any) -> Model:
+    """In memory. per_model: the parameters of each model but the base."""
     ignored = {p.name for p in methods.get(case.method).parameters if p.ignored}
-    shared = {k: v for k, v in {**case.shared, **more}.items() if v is not None and k not in ignored}
+    shared = {k: v for k, v in {**case.shared, **options}.items() if v is not None and k not in ignored}
     shared = {"lambda_" if name == "lambda" else name: value for name, value in shared.items()}
-    each = {name: [m[name] for m in own] for name in own[0]}
+    by_name = {name: [m[name] for m in per_model] for name in per_model[0]}
     base = models[0] if case.base else None
-    return merge_state_dicts(case.method, models[1:] if case.base else models, base=base, **each, **shared)
+    return merge_state_dicts(case.method, models[1:] if case.base else models, base=base, **by_name, **shared)
 
 
 def same(a: Model, b: Model) -> None:
@@ -80,8 +80,8 @@ def placed(first: bool, sample: Collection[str]) -> list[Any]:
     """Cases with the model of weight 0 before the others, or after them."""
     where = "first" if first else "last"
     return [
-        pytest.param(*each.values, first, marks=each.marks, id=f"{each.values[0]}-{where}")
-        for each in swept(WITH_WEIGHTS, sample)
+        pytest.param(*case.values, first, marks=case.marks, id=f"{case.values[0]}-{where}")
+        for case in swept(WITH_WEIGHTS, sample)
     ]
 
 
@@ -90,36 +90,36 @@ def test_a_model_of_weight_nought_changes_nothing(name: str, first: bool) -> Non
     case = CASES[name]
     if first and case.method.startswith(("dare", "della")):
         pytest.skip("masks are keyed by the place in the recipe")
-    own = [dict(m) for m in (case.models[1:] if case.base else case.models)]
-    models = made(len(own) - (not case.base))
+    per_model = [dict(m) for m in (case.models[1:] if case.base else case.models)]
+    models = random_models(len(per_model) - (not case.base))
     stranger = {k: np.random.default_rng(9).normal(0, 1, v.shape).astype(v.dtype) for k, v in models[0].items()}
     at = int(case.base) if first else len(models)
     with_stranger = [*models[:at], stranger, *models[at:]]
-    own_with = [*own[: at - case.base], {**own[0], "weight": 0.0}, *own[at - case.base :]]
-    same(merge(case, with_stranger, own_with), merge(case, models, own))
+    own_with = [*per_model[: at - case.base], {**per_model[0], "weight": 0.0}, *per_model[at - case.base :]]
+    same(merge(case, with_stranger, own_with), merge(case, models, per_model))
 
 
 @pytest.mark.parametrize("name", swept(n for n in WITH_WEIGHTS if CASES[n].base))
 def test_where_all_weights_are_nought_the_base_is_left(name: str) -> None:
-    case, models = CASES[name], made(2)
-    own = [{**case.models[1], "weight": 0.0}, {**case.models[1], "weight": 0.0}]
+    case, models = CASES[name], random_models(2)
+    per_model = [{**case.models[1], "weight": 0.0}, {**case.models[1], "weight": 0.0}]
     normalised = {"task_arithmetic": "normalize", "multislerp": "normalize_weights"}.get(case.method)
-    more = {normalised: False} if normalised else {}  # weights that sum to zero cannot be
-    same(merge(case, models, own, **more), models[0])
+    options = {normalised: False} if normalised else {}  # weights that sum to zero cannot be
+    same(merge(case, models, per_model, **options), models[0])
 
 
 @pytest.mark.parametrize("step", [{"norm_match": "mean"}, {"norm_match": "max"}, {"spectrum": "calibrate"}], ids=str)
 def test_the_steps_after_a_merge_do_not_see_it_either(step: dict[str, str]) -> None:
     case = CASES["ties"]
-    models, own = made(2), [dict(m) for m in case.models[1:]]
+    models, per_model = random_models(2), [dict(m) for m in case.models[1:]]
     stranger = {k: (v.astype(np.float64) + 1).astype(v.dtype) for k, v in models[0].items()}
-    extra = [*own, {**own[0], "weight": 0.0}]
-    same(merge(case, [*models, stranger], extra, **step), merge(case, models, own, **step))
+    extra = [*per_model, {**per_model[0], "weight": 0.0}]
+    same(merge(case, [*models, stranger], extra, **step), merge(case, models, per_model, **step))
 
 
 def test_two_models_of_which_one_has_no_weight_are_the_other() -> None:
     """nuslerp takes two models, no more and no fewer."""
-    base, a, b = made(2)
+    base, a, b = random_models(2)
     for model, weights in ((a, [0.7, 0.0]), (b, [0.0, 0.7])):
         same(merge_state_dicts("nuslerp", [a, b], weight=weights), model)
         same(merge_state_dicts("nuslerp", [a, b], base=base, weight=weights), model)
@@ -129,8 +129,8 @@ def test_the_masks_of_the_others_stay_when_a_weight_becomes_nought() -> None:
     base = {"w": np.zeros((30, 40), ml_dtypes.bfloat16)}
     model = {"w": np.ones((30, 40), np.float32)}
     got = merge_state_dicts("dare_linear", [model, model], base=base, weight=[0.0, 1.0], density=0.4, rescale="none")
-    wanted = reference.random_mask(random_key(0, 1, "w"), 1200, 0.4).reshape(30, 40)
-    np.testing.assert_array_equal(got["w"], wanted)
+    expected = reference.random_mask(random_key(0, 1, "w"), 1200, 0.4).reshape(30, 40)
+    np.testing.assert_array_equal(got["w"], expected)
 
 
 # ---- recipes
@@ -149,15 +149,15 @@ def written(recipe: dict[str, Any], out: Path) -> bytes:
 @pytest.mark.parametrize("method", ["ties", "tsv_m", "localize_and_stitch", "dare_ties"])
 def test_a_recipe_with_it_gives_the_bytes_of_one_without_it(method: str, tmp_path: Path) -> None:
     base, a, b, c = checkpoints(tmp_path, 4)
-    own = {"weight": 0.7, "density": 0.4} if method != "tsv_m" else {"weight": 0.7}
-    listed = [{"model": m, "parameters": own} for m in (a, b)]
+    parameters = {"weight": 0.7, "density": 0.4} if method != "tsv_m" else {"weight": 0.7}
+    listed = [{"model": m, "parameters": parameters} for m in (a, b)]
     recipe = {"merge_method": method, "base_model": base, "models": listed}
-    more = {**recipe, "models": [*listed, {"model": c, "parameters": {**own, "weight": 0}}]}
-    p = plan(more)
+    longer = {**recipe, "models": [*listed, {"model": c, "parameters": {**parameters, "weight": 0}}]}
+    p = plan(longer)
     assert {read.model for step in p.steps for leaf in step.leaves for read in leaf.inputs} == {0, 1, 2}
     (note,) = [w for w in p.warnings if "not read" in w.what]
     assert note.what == f"{c} is not read: its weight is 0 for every tensor"
-    assert written(more, tmp_path / "more") == written(recipe, tmp_path / "out")
+    assert written(longer, tmp_path / "more") == written(recipe, tmp_path / "out")
 
 
 def test_a_gradient_leaves_a_model_out_of_some_layers_alone(tmp_path: Path) -> None:
@@ -234,8 +234,8 @@ def test_localize_and_stitch_leaves_embeddings_and_heads_to_the_base(embeddings:
     }
     p = plan(recipe)
     reasons = {d.tensor: d.reason for d in p.dropped if d.model == 1}
-    wanted = {} if embeddings else {"model.embed_tokens.weight": "localize_and_stitch keeps the base's"}
-    assert reasons == wanted
+    expected = {} if embeddings else {"model.embed_tokens.weight": "localize_and_stitch keeps the base's"}
+    assert reasons == expected
     weightsmith.merge(recipe, tmp_path / "out", fsync=False, card=False)
     with weightsmith.open_checkpoint(tmp_path / "out") as out:
         made_ = {k: out.read(k) for k in base}

@@ -50,8 +50,8 @@ def arrays(checkpoint: Checkpoint) -> dict[str, list[Any]]:
 
 
 def make_socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind(str(path))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
 
 
 def refused(error: type[WeightsmithError], *words: str, **kwargs: Any) -> str:
@@ -195,11 +195,11 @@ def test_the_files_that_go_along(tmp_path: Path) -> None:
         "tokenizer.model",
         "x.tiktoken",
     ]
-    left = ["README.md", ".gitattributes", "model.onnx", "tf_model.h5", "x.msgpack", "x.npz", "x.gguf", "x.bin", "x.pt"]
-    left += ["pytorch_model.bin.index.json", "optimizer.pt", "scheduler.pt", "rng_state_0.pth", "trainer_state.json"]
-    left += ["training_args.bin", "original/params.json", "onnx/model.onnx", "logo.png"]
+    ignored = ["README.md", ".gitattributes", "model.onnx", "tf_model.h5", "x.msgpack", "x.npz", "x.gguf", "x.bin", "x.pt"]
+    ignored += ["pytorch_model.bin.index.json", "optimizer.pt", "scheduler.pt", "rng_state_0.pth", "trainer_state.json"]
+    ignored += ["training_args.bin", "original/params.json", "onnx/model.onnx", "logo.png"]
     said = ["credentials.json", "id_rsa", "modeling_x.py", "notes.bak", "tokenizer.json.incomplete", "x.exe"]
-    touch(tmp_path, [*carried, *left, *said])
+    touch(tmp_path, [*carried, *ignored, *said])
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.files == tuple(carried)
     assert checkpoint.left_out == tuple(said)
@@ -820,7 +820,7 @@ def test_no_more_files_can_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise OSError(24, "Too many open files")
 
     with open_checkpoint(tmp_path / "m.safetensors") as c:
-        monkeypatch.setattr(files, "raise_open_files", lambda wanted: False)
+        monkeypatch.setattr(files, "raise_open_files", lambda count: False)
         monkeypatch.setattr(os, "open", refuse)
         with pytest.raises(CheckpointError, match=r"Too many open files\n  -> Raise the limit: `ulimit -n 65536`."):
             c.read("a")

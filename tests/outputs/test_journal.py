@@ -27,9 +27,9 @@ def test_the_lines_of_some_tensors_are_read_and_all_others_but_tensors(tmp_path:
     whole = read_journal(tmp_path / "journal")
     assert list(whole.tensors) == NAMES
     for name in NAMES:
-        found = read_journal(tmp_path / "journal", {name})
-        assert found.tensors[name] == whole.tensors[name]
-        assert (found.plan, found.products, found.lines) == (whole.plan, whole.products, whole.lines)
+        journal = read_journal(tmp_path / "journal", {name})
+        assert journal.tensors[name] == whole.tensors[name]
+        assert (journal.plan, journal.products, journal.lines) == (whole.plan, whole.products, whole.lines)
     assert "a" not in read_journal(tmp_path / "journal", ()).tensors
 
 
@@ -39,8 +39,8 @@ def test_a_damaged_line_is_ignored_whichever_tensors_are_asked_for(tmp_path: Pat
     data = path.read_bytes()
     path.write_bytes(data + data.splitlines(keepends=True)[2].replace(b"b.weight", b"b.w\xffight"))
     for names in (None, {"a"}, ()):
-        found = read_journal(path, names)
-        assert (found.plan, found.lines) == ("plan", len(NAMES) + 2)
+        journal = read_journal(path, names)
+        assert (journal.plan, journal.lines) == ("plan", len(NAMES) + 2)
 
 
 def test_a_journal_is_read_further_by_whole_lines(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ def test_parts_pieces_and_threads_do_not_change_the_checksum(
     with (tmp_path / "file").open("rb") as file:
         read = partial(read_at, file.fileno())
         stored = [StoredBytes("a", read, 4, 5000, 48), StoredBytes("b", read, 10, 96, 96)]
-        found = checksum.reread(stored, threads=threads)
-    assert found == {"a": combine(hash_grains(DATA, 48)), "b": combine(hash_grains(DATA[6:102], 96))}
+        checksums = checksum.reread(stored, threads=threads)
+    assert checksums == {"a": combine(hash_grains(DATA, 48)), "b": combine(hash_grains(DATA[6:102], 96))}
 
 
 def test_bytes_of_another_tensor_do_not_stand_in_for_lost_ones(tmp_path: Path) -> None:
@@ -36,8 +36,8 @@ def test_bytes_of_another_tensor_do_not_stand_in_for_lost_ones(tmp_path: Path) -
     with (tmp_path / "file").open("rb") as file:
         read = partial(read_at, file.fileno())
         stored = [StoredBytes("first", read, 0, 10, 100), StoredBytes("second", read, 10, 10, 100)]
-        found = checksum.reread(stored, threads=1)
-    assert found == {"first": combine(hash_grains(b"same bytes", 100)), "second": ""}
+        checksums = checksum.reread(stored, threads=1)
+    assert checksums == {"first": combine(hash_grains(b"same bytes", 100)), "second": ""}
 
 
 def test_a_file_that_cannot_be_read_is_like_one_that_is_not_there(tmp_path: Path) -> None:

@@ -168,8 +168,8 @@ def test_tensors_made_on_the_fly_are_not_taken_for_aliases(tmp_path: Path) -> No
 
     saved = save_file(Lazy(), tmp_path / "x.safetensors", tied="alias")
     assert saved.aliases == {}
-    found = read(tmp_path / "x.safetensors")
-    assert [found[f"t{i}"][2][:4] for i in range(5)] == [np.float32(i).tobytes() for i in range(5)]
+    stored = read(tmp_path / "x.safetensors")
+    assert [stored[f"t{i}"][2][:4] for i in range(5)] == [np.float32(i).tobytes() for i in range(5)]
 
 
 def test_metadata_that_an_alias_would_overwrite_is_refused(tmp_path: Path) -> None:
@@ -449,8 +449,8 @@ def test_a_model_is_sharded_verified_and_loaded(tmp_path: Path) -> None:
     index = json.loads((saved.path / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": 16056, "tied": "a"}
     assert index["weight_map"] == {"a": saved.files[0], "b": saved.files[1], "n": saved.files[2]}
-    found = {k: v for name in saved.files for k, v in read(saved.path / name).items()}
-    assert found == {k: expected(tensors[k]) for k in ("a", "b", "n")}
+    stored = {k: v for name in saved.files for k, v in read(saved.path / name).items()}
+    assert stored == {k: expected(tensors[k]) for k in ("a", "b", "n")}
     assert json.loads((saved.path / "config.json").read_text()) == {"model_type": "x"}
 
 
@@ -490,10 +490,10 @@ def test_what_fails_after_publishing_is_said_and_not_hidden(tmp_path: Path, monk
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(Path, "rmdir", failing)
-    (left,) = save_model({"a": np.ones(3)}, tmp_path / "out", fsync=False).warnings
+    (warning,) = save_model({"a": np.ones(3)}, tmp_path / "out", fsync=False).warnings
     folder = tmp_path / ".out.weightsmith-staging"
-    assert "published and complete, but cleaning up failed: Input/output error" in left.what
-    assert (left.where, left.fix) == (str(folder), f"Remove {folder} yourself.")
+    assert "published and complete, but cleaning up failed: Input/output error" in warning.what
+    assert (warning.where, warning.fix) == (str(folder), f"Remove {folder} yourself.")
     verify(tmp_path / "out")
 
 

@@ -40,11 +40,11 @@ PRODUCT = Product("made", "router", (ARRAY,), {})
 
 def draft(*steps: Step, **changes: Any) -> PlanDraft:
     """One model, one setting, and one step that copies its tensor, unless others are given."""
-    own = list(steps) or [Step(WEIGHT, COPY, (Read(0, "w"),))]
-    made = PlanDraft(Provenance("test"), [ModelInput("a", "", "")], own, [Settings({}, ({},))])
+    all_steps = list(steps) or [Step(WEIGHT, COPY, (Read(0, "w"),))]
+    plan_draft = PlanDraft(Provenance("test"), [ModelInput("a", "", "")], all_steps, [Settings({}, ({},))])
     for name, value in changes.items():
-        setattr(made, name, value)
-    return made
+        setattr(plan_draft, name, value)
+    return plan_draft
 
 
 def statistics(number: int, read: Read) -> Step:
@@ -82,12 +82,12 @@ def test_a_draft_of_a_plan_is_equal_to_it_and_apart_from_it() -> None:
 
 
 def test_equal_settings_tables_and_warnings_are_stored_once() -> None:
-    made = draft()
-    assert [made.add_settings(Settings({"a": n}, ())) for n in (1, 2, 1)] == [1, 2, 1]
-    assert [made.add_table(Table.of(numbers)) for numbers in ([1], [2], [1])] == [0, 1, 0]
+    plan_draft = draft()
+    assert [plan_draft.add_settings(Settings({"a": n}, ())) for n in (1, 2, 1)] == [1, 2, 1]
+    assert [plan_draft.add_table(Table.of(numbers)) for numbers in ([1], [2], [1])] == [0, 1, 0]
     for what in ("one", "two", "one"):
-        made.warn(what, "here", fix="do it")
-    assert [finding.what for finding in made.finish().warnings] == ["one", "two"]
+        plan_draft.warn(what, "here", fix="do it")
+    assert [finding.what for finding in plan_draft.finish().warnings] == ["one", "two"]
 
 
 WRONG: dict[str, tuple[Callable[[], PlanDraft], str]] = {
@@ -141,12 +141,12 @@ def test_names_are_checked_where_they_are_stored() -> None:
 @pytest.mark.slow
 def test_drafts_alone_make_plans_and_none_is_changed_afterwards() -> None:
     """`Plan(…)` is called in `PlanDraft.finish` alone, and no `replace(….plan, …)` makes one of another."""
-    found = []
+    calls = []
     for path in sorted(SOURCE.rglob("*.py")):
         text = path.read_text()
         for node in ast.walk(ast.parse(text)) if re.search(r"\bPlan\(|\breplace\(\s*[\w.]*plan\b", text) else ():
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 first = ast.unparse(node.args[0]) if node.args else ""
                 if node.func.id == "Plan" or (node.func.id == "replace" and first.rpartition(".")[2] == "plan"):
-                    found.append(f"{path.relative_to(SOURCE)}: {ast.unparse(node)[:60]}")
-    assert found == ["_plans/draft.py: Plan(**values)"]
+                    calls.append(f"{path.relative_to(SOURCE)}: {ast.unparse(node)[:60]}")
+    assert calls == ["_plans/draft.py: Plan(**values)"]

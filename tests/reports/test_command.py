@@ -25,9 +25,9 @@ for name, value in VALUES:
 def command(code: str, arguments: str = "{model}", **settings: Any) -> Command:
     """A command that runs some Python."""
     text = f"{shlex.quote(sys.executable)} -I -S -c {shlex.quote(code)} {arguments}"
-    found = Command.asked(EvaluateSettings(command=text, **settings))
-    assert found is not None
-    return found
+    parsed = Command.asked(EvaluateSettings(command=text, **settings))
+    assert parsed is not None
+    return parsed
 
 
 FOUND: dict[str, tuple[Command, float]] = {
@@ -99,8 +99,8 @@ def test_a_command_that_takes_too_long_ends_with_what_it_started(tmp_path: Path)
 
 def test_no_shell_runs_what_does_not_ask_for_one(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
-    found = command("import sys; print(len(sys.argv))", f"{{model}} ; touch {mark}").measured(tmp_path)
-    assert found == 5
+    number = command("import sys; print(len(sys.argv))", f"{{model}} ; touch {mark}").measured(tmp_path)
+    assert number == 5
     assert not mark.exists()
 
 

@@ -223,14 +223,14 @@ class Scored:
     """The products of the losses of a model.
 
     products  in order
-    given     the arrays of those that are known, by name
+    known     the arrays of those that are known, by name
     losses    the one that is asked for
     states    what leaves the last layer
     """
 
     run: TextRun
     products: tuple[Product, ...]
-    given: Mapping[str, Arrays]
+    known: Mapping[str, Arrays]
     losses: Product
     states: Product
 
@@ -271,7 +271,7 @@ def scored(model: TextModel, rows: ScoredRows, reference: Known | None = None, *
         (run.array("ids", "I32", rows.ids.shape), run.array("bytes", "I32", rows.ids.shape)),
         {"sha256": rows.sha256},
     )
-    given: dict[str, Arrays] = {ids.name: (rows.ids, rows.nbytes)}
+    known: dict[str, Arrays] = {ids.name: (rows.ids, rows.nbytes)}
     products = [ids]
     if reference is not None:
         specs = [run.rows("reference states")]
@@ -279,7 +279,7 @@ def scored(model: TextModel, rows: ScoredRows, reference: Known | None = None, *
         specs += [TensorSpec(n, specs[0].dtype, tuple(a.shape)) for n, a in zip(names, reference.arrays[1:], strict=True)]
         digest = hashlib.sha256(reference.identity.encode()).hexdigest()
         products.append(Product("reference", "given", tuple(specs), {"sha256": digest}))
-        given["reference"] = reference.arrays
+        known["reference"] = reference.arrays
     states = run.embedding(ids)
     products.append(states)
     for layer in range(run.layers):
@@ -291,5 +291,5 @@ def scored(model: TextModel, rows: ScoredRows, reference: Known | None = None, *
     work = LossesWork(run.base, run.packages, run.layers, states.name, ids.name, other, tuple(keep))
     steps = run.steps(run.layers)
     outs = work.outs("", (count, tokens), {step.out.name: step.out.shape for step in steps})
-    products.append(run.product("losses", "losses", outs, work, steps, (states, *products[: len(given)])))
-    return Scored(run, tuple(products), given, products[-1], states)
+    products.append(run.product("losses", "losses", outs, work, steps, (states, *products[: len(known)])))
+    return Scored(run, tuple(products), known, products[-1], states)

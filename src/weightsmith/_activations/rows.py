@@ -108,11 +108,11 @@ def text_source(path: str | None, rows: int | None, tokens: int | None, seed: in
 
 def _no_text(path: str, file: Path) -> NotFound:
     """The error for a text that is not there, with the texts that are."""
-    beside = list[str]()
+    siblings = list[str]()
     with contextlib.suppress(OSError):
-        beside = sorted(each.name for each in file.parent.iterdir() if each.suffix in _READERS)
-    fix = f"name one of {', '.join(beside[:5])}{', ...' if len(beside) > 5 else ''}" if beside else "check the path"
-    return NotFound(f"no such file{nearest(file.name, beside)}", where=show(str(expand_user(path))), fix=fix)
+        siblings = sorted(path.name for path in file.parent.iterdir() if path.suffix in _READERS)
+    fix = f"name one of {', '.join(siblings[:5])}{', ...' if len(siblings) > 5 else ''}" if siblings else "check the path"
+    return NotFound(f"no such file{nearest(file.name, siblings)}", where=show(str(expand_user(path))), fix=fix)
 
 
 def rows_of(

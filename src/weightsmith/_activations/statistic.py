@@ -50,7 +50,7 @@ def _compute(context: ProductContext) -> Arrays:
         gradients.made_beside(context, work, work.gradients) if statistic.gradients else states.made_beside(context, work)
     )
     with layer_rows(context, work, 0, 0.7 if gradient_states is None else 1, back=statistic.gradients) as rows:
-        use_sums(rows, work.weights, keep, statistic, forward=Forward(leaving=leaving, beside=gradient_states))
+        use_sums(rows, work.weights, keep, statistic, forward=Forward(leaving=leaving, target=gradient_states))
     return arrays
 
 

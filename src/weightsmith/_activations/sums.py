@@ -63,13 +63,13 @@ class Forward:
     last     the site after which the rest of the layer need not run; "" runs all of it
     scales   of the tokens of each weight: its inputs are given once more, times these, under the name of the weight
     leaving  gradients of what leaves the layer, [rows, tokens, hidden]: each weight then has its own inputs, and gradients
-    beside   is filled with what leaves the layer, or, with `leaving`, with the gradients of what enters it
+    target   is filled with what leaves the layer, or, with `leaving`, with the gradients of what enters it
     """
 
     last: str = ""
     scales: Scales | None = None
     leaving: Floats | None = None
-    beside: Floats | None = None
+    target: Floats | None = None
 
 
 class Inputs:
@@ -82,7 +82,7 @@ class Inputs:
         self._last = forward.last
         self._scales = forward.scales or {}
         self._leaving = leaving = forward.leaving
-        self._beside = forward.beside
+        self._target = forward.target
         self.sites = by_site(weights)
         self._outputs = Outputs(rows.layer, () if leaving is None else weights)
         self._hooks = [
@@ -133,8 +133,8 @@ class Inputs:
             try:
                 with torch.no_grad():
                     output = self._rows.layer(hidden)
-                if self._beside is not None:
-                    self._rows.keep(output, self._beside, row, "the output")
+                if self._target is not None:
+                    self._rows.keep(output, self._target, row, "the output")
             except _StopForward:
                 pass
         for site, x in inputs.items():
@@ -154,11 +154,11 @@ class Inputs:
         with torch.enable_grad():
             output = self._rows.layer(hidden.requires_grad_())
             gradients_leaving = torch.from_numpy(np.array(leaving[row])).to(hidden.device)
-            entering = [] if self._beside is None else [hidden]
+            entering = [] if self._target is None else [hidden]
             asked = [*entering, *outputs.values()]
             pulled = list(torch.autograd.grad(output, asked, gradients_leaving)) if asked else []
-        if self._beside is not None:
-            self._rows.keep(pulled.pop(0), self._beside, row, "the gradient")
+        if self._target is not None:
+            self._rows.keep(pulled.pop(0), self._target, row, "the gradient")
         gradients = {weight: g.reshape(-1, g.shape[-1]) for weight, g in zip(outputs, pulled, strict=True)}
         for weight, g in gradients.items():
             if len(g):
@@ -267,13 +267,13 @@ def use_sums(
         for number, sites in enumerate(parts):
             first = span[0] + number * share
             weights_of_part = [weight for site in sites for weight in every.sites[site]]
-            inputs = Inputs(rows, weights_of_part, replace(forward, beside=None) if number else forward)
+            inputs = Inputs(rows, weights_of_part, replace(forward, target=None) if number else forward)
             sums = Sums(statistic, {k: s for site in sites for k, s in inputs.shapes(site).items()}, rows.device)
             try:
                 for some in rows.batches((first, first + share * ROWS_SHARE)):
                     sums.add(list(pool.map(inputs.of, some)), pool)
-                    if forward.beside is not None:
-                        release_pages(forward.beside)
+                    if forward.target is not None:
+                        release_pages(forward.target)
             finally:
                 inputs.close()
             tasks = [partial(use, inputs, site, partial(sums.finish, tokens=tokens)) for site in sites]

@@ -232,8 +232,8 @@ class LocalFile:
 
 
 @contextlib.contextmanager
-def of_tensor(name: str, more: str = "") -> Iterator[None]:
-    """Begin what errors of the block say with the name of a tensor. more: after the name
+def of_tensor(name: str, suffix: str = "") -> Iterator[None]:
+    """Begin what errors of the block say with the name of a tensor. suffix: after the name
 
     >>> with of_tensor("q.weight"):
     ...     raise FormatError("it is empty")
@@ -244,7 +244,7 @@ def of_tensor(name: str, more: str = "") -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        what = f"tensor {show(name)}{more}: {error.finding.what}"
+        what = f"tensor {show(name)}{suffix}: {error.finding.what}"
         raise type(error)(what, where=error.finding.where, fix=error.finding.fix or DAMAGED) from None
 
 

@@ -190,7 +190,7 @@ class Option:
         if self.path and isinstance(value, os.PathLike):
             value = os.fspath(value)
         elif self.path and isinstance(value, list | tuple):
-            value = [os.fspath(each) if isinstance(each, os.PathLike) else each for each in value]
+            value = [os.fspath(item) if isinstance(item, os.PathLike) else item for item in value]
         try:
             checked = (kind.parse if text else kind.take)(value)
         except (TypeError, ValueError):

@@ -86,6 +86,7 @@ class Order:
     options     of the run
     allow_code  the plan's merge method is a file of the user's, which the driver was allowed to run
     identity, facts   of the work, as the driver sees program and inputs: see `weightsmith._execution.identity`
+    setting     the option that asked for workers, and `several_machines`: see `Workers`
     """
 
     plan: bytes
@@ -95,6 +96,8 @@ class Order:
     allow_code: bool
     identity: str
     facts: Mapping[str, str]
+    setting: str = "ray"
+    several_machines: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,13 +238,15 @@ def _check_same(order: Order, prepared: Prepared) -> None:
         download(prepared.inputs)
     if work_identity(prepared.plan, prepared.inputs, options.device) == order.identity:
         return
-    raise ParameterError(
-        f"the worker on {socket.gethostname()} does not have the program, or does not see the files, of this run",
-        where=named("ray"),
-        details=changes(order.facts, facts(prepared.plan, prepared.inputs, options.device)),
-        fix="install the same versions on all machines, and share the folders of the inputs (HF_HOME for models on the Hub), "
-        "or name them by address",
+    what = f"the worker on {socket.gethostname()} does not have the program, or does not see the files, of this run"
+    fix = (
+        "install the same versions on all machines, and share the folders of the inputs (HF_HOME for models on the Hub), "
+        "or name them by address"
     )
+    if not order.several_machines:
+        what, fix = "the program, or a file that it reads, has changed since this run began", "run the same command again"
+    details = changes(order.facts, facts(prepared.plan, prepared.inputs, options.device))
+    raise ParameterError(what, where=named(order.setting), details=details, fix=fix)
 
 
 def portable(error: Exception) -> Exception:
@@ -278,7 +283,8 @@ def share_out(prepared: Prepared, staging: Staging, request: RunRequest, *, work
     Raises what a worker raised, WorkerLost for a part whose workers are lost again and again, and what the callbacks
     raise. All workers have ended then, and what they finished can be resumed.
     """
-    workers.begin(_order(prepared, request.out, request.options))
+    order = _order(prepared, request.out, request.options)
+    workers.begin(replace(order, setting=workers.setting, several_machines=workers.several_machines))
     driver = Driver(prepared, staging, workers, request)
     with staging.shared():
         try:
@@ -519,9 +525,9 @@ class Driver:
 
     def _computation(self) -> Computation | None:
         """The products that one worker makes, and how many are finished; None if that is not known."""
-        made = self._followed.products
-        unmade = [product for product in self._alone if product.name not in made]
-        if not made or not unmade:
+        finished = self._followed.products
+        unmade = [product for product in self._alone if product.name not in finished]
+        if not finished or not unmade:
             return None
         return Computation(find_kind(unmade[0].op).doing, len(self._alone) - len(unmade), len(self._alone))
 

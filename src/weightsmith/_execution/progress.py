@@ -109,8 +109,8 @@ class Rates:
         if reading.moved_bytes is not None and earlier.moved_bytes is not None and now > then:
             speed = (reading.moved_bytes - earlier.moved_bytes) / (now - then)
         began, done = self._began[key]
-        worked, left = reading.done - done, reading.total - reading.done
-        return speed, left * (now - began) / worked if worked * 1000 >= max(reading.total, 1) else None
+        worked, remaining = reading.done - done, reading.total - reading.done
+        return speed, remaining * (now - began) / worked if worked * 1000 >= max(reading.total, 1) else None
 
 
 class Meter(Closing):

@@ -363,10 +363,10 @@ class BucketTarget(Target):
         running = [record for record in records if record.label != LAST and record.may_run]
         if running:
             what = f"{running[0]}, is building this output now, or was interrupted"
-            more = [f"and so is {record}" for record in running[1:4]]
+            others = [f"and so is {record}" for record in running[1:4]]
             part = running[0].label.replace("-of-", "/")
             fix = f"wait if it runs; else run it again: --part {part}"
-            raise Busy(what, where=str(self), details=more, fix=fix, state=NOTHING_WRITTEN)
+            raise Busy(what, where=str(self), details=others, fix=fix, state=NOTHING_WRITTEN)
         self._record = OwnRecord(self.store, self._records, LAST, self._token, spec)
         self._record.take()
         self._built = self._there([record.built for record in records])
@@ -374,13 +374,13 @@ class BucketTarget(Target):
 
     def _there(self, built: Sequence[Built]) -> tuple[Built, ...]:
         """The work of parts, without files that are not there as they were put."""
-        names = {name for each in built for name in each.files}
+        names = {name for part in built for name in part.files}
         there = self.store.names(self.prefix) if names else {}
         marks = self._marks(names & there.keys())
         stamps = {name: self._stamp(there[name], mark) for name, mark in marks.items()}
         return tuple(
-            each._replace(files={name: value for name, value in each.files.items() if stamps.get(name) == value})
-            for each in built
+            part._replace(files={name: value for name, value in part.files.items() if stamps.get(name) == value})
+            for part in built
         )
 
     def built(self) -> Sequence[Built]:

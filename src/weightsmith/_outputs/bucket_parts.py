@@ -107,18 +107,18 @@ class Record:
 
 def read_record(store: Bucket, folder: str, label: str) -> Record | None:
     """The record of a part; None if there is none. folder: prefix of all records. Raises StoreError."""
-    found = store.read(f"{folder}/{label}", MAX_JOURNAL_BYTES)
-    if found is None:
+    stored = store.read(f"{folder}/{label}", MAX_JOURNAL_BYTES)
+    if stored is None:
         return None
-    entries = read_lines(found.data)
+    entries = read_lines(stored.data)
     owner = None
     match entries.notes.get(_OWNER):
         case [str(number), int(process), str(host), float(began)] if process > 0:
             owner = Owner(number, process, host, began)
     files = {key.removeprefix(_PUT): value for key, value in entries.notes.items() if key.startswith(_PUT)}
     built = Built(entries.tensors, entries.products, files)
-    changed = found.meta["last_modified"].timestamp()
-    return Record(label, owner, entries.notes.get(_DONE) is True, entries, built, found.version, changed)
+    changed = stored.meta["last_modified"].timestamp()
+    return Record(label, owner, entries.notes.get(_DONE) is True, entries, built, stored.version, changed)
 
 
 def read_records(store: Bucket, folder: str) -> Iterator[Record]:
@@ -182,10 +182,10 @@ class OwnRecord:
         try:
             self._version = self.store.put_version(self._key, data, self._version, self.token)
         except Taken:
-            found = self.store.read(self._key, MAX_JOURNAL_BYTES)
-            if found is None or found.data != data:  # else by ourselves: the answer to the first attempt was lost
+            stored = self.store.read(self._key, MAX_JOURNAL_BYTES)
+            if stored is None or stored.data != data:  # else by ourselves: the answer to the first attempt was lost
                 raise self._lost() from None
-            self._version = found.version
+            self._version = stored.version
 
     def check(self) -> None:
         """Raise Busy if another process has taken it over."""

@@ -34,19 +34,19 @@ def help_pages() -> dict[str, str]:
     """The help of the program and of each command, at both widths, by file name."""
     program = get_command(make_app())
     before = os.environ.get("COLUMNS")
-    found = {}
+    pages = {}
     try:
         for columns in WIDTHS:
             os.environ["COLUMNS"] = str(columns)
             width = terminal_width()
-            found[f"help-{columns}/weightsmith.txt"] = f"{overview(program, 'weightsmith').lines(width)}\n"
+            pages[f"help-{columns}/weightsmith.txt"] = f"{overview(program, 'weightsmith').lines(width)}\n"
             for name, command in program.commands.items():  # type: ignore[attr-defined]
-                found[f"help-{columns}/{name}.txt"] = f"{page_of(command, f'weightsmith {name}').lines(width)}\n"
+                pages[f"help-{columns}/{name}.txt"] = f"{page_of(command, f'weightsmith {name}').lines(width)}\n"
     finally:
         os.environ.pop("COLUMNS")
         if before is not None:
             os.environ["COLUMNS"] = before
-    return found
+    return pages
 
 
 TIES = """merge_method: ties
@@ -145,7 +145,7 @@ RECIPES: Mapping[str, str] = {
 
 def mistakes() -> dict[str, str]:
     """What each of `MISTAKES` prints, by file name; paths and times are normalised."""
-    found = {}
+    pages = {}
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         make_models(Path())
         for name, text in RECIPES.items():
@@ -160,8 +160,8 @@ def mistakes() -> dict[str, str]:
                     f"{title}\n{text.rstrip()}\n" for title, text in (("--- stdout", out), ("--- stderr", err)) if text
                 )
                 text = f"$ weightsmith {' '.join(args)}\n{shown}--- exit code {code}\n"
-                found[f"mistakes/{name}.txt"] = text.replace(str(Path(folder).resolve()), "/work").replace(folder, "/work")
-    return found
+                pages[f"mistakes/{name}.txt"] = text.replace(str(Path(folder).resolve()), "/work").replace(folder, "/work")
+    return pages
 
 
 def _damaged_models() -> None:
@@ -202,20 +202,20 @@ def _run(args: Sequence[str]) -> tuple[int, str, str]:
     return code, out.getvalue(), shown
 
 
-def stale(found: Mapping[str, str], pattern: str) -> list[str]:
+def stale(pages: Mapping[str, str], pattern: str) -> list[str]:
     """The files that are missing or differ, and those that nothing makes. pattern: the files of this kind."""
     there = {str(path.relative_to(FOLDER)): path.read_text() for path in FOLDER.glob(pattern)}
-    return sorted(name for name in {*found, *there} if found.get(name) != there.get(name))
+    return sorted(name for name in {*pages, *there} if pages.get(name) != there.get(name))
 
 
-def write(found: Mapping[str, str], pattern: str) -> list[str]:
+def write(pages: Mapping[str, str], pattern: str) -> list[str]:
     """Write the files that are out of date, and remove those that nothing makes: their names."""
-    wrong = stale(found, pattern)
+    wrong = stale(pages, pattern)
     for name in wrong:
         path = FOLDER / name
-        if name in found:
+        if name in pages:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(found[name])
+            path.write_text(pages[name])
         else:
             path.unlink()
     return wrong

@@ -17,10 +17,10 @@ __all__ = ["cli", "work"]
 
 
 @pytest.fixture
-def own(work: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def user_file(work: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's own file, in a home of its own; the current folder has models and a recipe."""
-    for each in settings().values():
-        monkeypatch.delenv(each.variable, raising=False)
+    for setting in settings().values():
+        monkeypatch.delenv(setting.variable, raising=False)
     monkeypatch.delenv("WEIGHTSMITH_CONFIG", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(work / "home"))
     file = work / "home/weightsmith/weightsmith.toml"
@@ -28,15 +28,17 @@ def own(work: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def test_flag_variable_project_own_file_and_default_in_this_order(cli: Cli, own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flag_variable_project_own_file_and_default_in_this_order(
+    cli: Cli, user_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("WEIGHTSMITH_CONFIG", raising=False)
 
     def threads(*flags: str) -> int:
-        found: int = json.loads(cli("plan", "linear.yml", "--json", *flags).out)["summary"]["threads"]
-        return found
+        count: int = json.loads(cli("plan", "linear.yml", "--json", *flags).out)["summary"]["threads"]
+        return count
 
     default = threads()
-    own.write_text("threads = 5\n")
+    user_file.write_text("threads = 5\n")
     assert threads() == 5
     Path("weightsmith.toml").write_text("threads = 6\n")
     assert threads() == 6
@@ -50,7 +52,7 @@ def test_flag_variable_project_own_file_and_default_in_this_order(cli: Cli, own:
 
 
 @pytest.mark.slow
-def test_a_switch_that_a_file_turns_off_is_turned_on_by_its_flag(cli: Cli, own: Path) -> None:
+def test_a_switch_that_a_file_turns_off_is_turned_on_by_its_flag(cli: Cli, user_file: Path) -> None:
     Path("weightsmith.toml").write_text("card = false\nquiet = true\nmax-memory = '1GB'\n")
     ran = cli("merge", "linear.yml", "out")
     assert (ran.code, ran.out) == (0, "")
@@ -59,12 +61,12 @@ def test_a_switch_that_a_file_turns_off_is_turned_on_by_its_flag(cli: Cli, own: 
     assert Path("again/README.md").exists()
 
 
-def test_python_reads_no_settings(own: Path) -> None:
+def test_python_reads_no_settings(user_file: Path) -> None:
     Path("weightsmith.toml").write_text("card = false\nnonsense = 1\n")
     assert (weightsmith.merge("linear.yml", "out", fsync=False).out / "README.md").exists()
 
 
-def test_a_table_of_pyproject_counts_where_there_is_no_file_of_ours(own: Path) -> None:
+def test_a_table_of_pyproject_counts_where_there_is_no_file_of_ours(user_file: Path) -> None:
     Path("pyproject.toml").write_text("[project]\nname = 'weightsmith-user'\n\n[tool.weightsmith]\nthreads = 3\n")
     assert (in_force()["threads"].value, in_force()["threads"].source) == (3, "pyproject.toml:5")
     Path("weightsmith.toml").write_text("quiet = true\n")
@@ -91,7 +93,7 @@ def test_a_table_of_pyproject_counts_where_there_is_no_file_of_ours(own: Path) -
         ("quiet = true\nhub-cache = 'models'\n", "weightsmith.toml:2: hub-cache decides where models come from"),
     ],
 )
-def test_what_a_project_s_file_cannot_say_is_one_error_with_its_line(cli: Cli, own: Path, text: str, said: str) -> None:
+def test_what_a_project_s_file_cannot_say_is_one_error_with_its_line(cli: Cli, user_file: Path, text: str, said: str) -> None:
     Path("weightsmith.toml").write_text(text)
     with pytest.raises(ParameterError) as caught:
         in_force()
@@ -103,17 +105,17 @@ def test_what_a_project_s_file_cannot_say_is_one_error_with_its_line(cli: Cli, o
     assert "HF_ENDPOINT" not in os.environ
 
 
-def test_a_wrong_variable_is_named(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_variable_is_named(user_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEIGHTSMITH_CARD", "maybe")
     with pytest.raises(ParameterError, match="WEIGHTSMITH_CARD: must be 1 or 0, not 'maybe'"):
         in_force()
 
 
 def test_the_endpoint_of_one_s_own_file_is_followed_unless_the_variable_is_set(
-    cli: Cli, own: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, user_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WEIGHTSMITH_CONFIG", raising=False)
-    own.write_text("hub-endpoint = 'https://mirror.example'\n")
+    user_file.write_text("hub-endpoint = 'https://mirror.example'\n")
     monkeypatch.setenv("HF_ENDPOINT", "https://variable.example")
     assert in_force()["hub-endpoint"].value == "https://variable.example"
     monkeypatch.delenv("HF_ENDPOINT")
@@ -121,7 +123,9 @@ def test_the_endpoint_of_one_s_own_file_is_followed_unless_the_variable_is_set(
     assert os.environ.pop("HF_ENDPOINT") == "https://mirror.example"
 
 
-def test_a_file_that_is_named_and_missing_or_no_file_is_an_error(cli: Cli, own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_named_and_missing_or_no_file_is_an_error(
+    cli: Cli, user_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WEIGHTSMITH_CONFIG", "nowhere.toml")
     assert "nowhere.toml" in cli("methods").err
     monkeypatch.setenv("WEIGHTSMITH_CONFIG", "")
@@ -131,7 +135,7 @@ def test_a_file_that_is_named_and_missing_or_no_file_is_an_error(cli: Cli, own: 
     assert "weightsmith.toml" in ran.err
 
 
-def test_settings_in_force_are_shown_with_their_source(cli: Cli, own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_in_force_are_shown_with_their_source(cli: Cli, user_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     Path("weightsmith.toml").write_text("threads = 1\n")
     monkeypatch.setenv("WEIGHTSMITH_DEVICE", "cpu")

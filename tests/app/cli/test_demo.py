@@ -28,9 +28,9 @@ def test_the_demo_needs_no_torch_and_says_what_to_do_next(tmp_path: Path) -> Non
     assert ran.code == 0, ran.err
     assert "56 tensors, all checksums match" in ran.out
     assert "weightsmith init" in ran.out
-    assert [each.name for each in tmp_path.iterdir()] == ["weightsmith-demo"]
-    made = tmp_path / "weightsmith-demo"
-    assert sorted(each.name for each in made.iterdir()) == ["base", "french", "german", "merged", "recipe.yml", "report.html"]
+    assert [path.name for path in tmp_path.iterdir()] == ["weightsmith-demo"]
+    demo = tmp_path / "weightsmith-demo"
+    assert sorted(path.name for path in demo.iterdir()) == ["base", "french", "german", "merged", "recipe.yml", "report.html"]
     again = run_process("merge", "weightsmith-demo/recipe.yml", "weightsmith-demo/merged", "--overwrite", cwd=tmp_path)
     assert again.code == 0, again.err
 
@@ -94,7 +94,7 @@ def test_what_is_there_is_not_touched(cli: Cli, tmp_path: Path) -> None:
     ran = cli("demo", tmp_path / "mine")
     assert ran.code == 3
     assert "there is a file or a folder of this name" in ran.err
-    assert [each.name for each in (tmp_path / "mine").iterdir()] == ["file"]
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["file"]
 
 
 def test_the_real_demo_says_what_it_needs(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,7 +95,11 @@ def test_every_command_has_help_and_its_options_are_in_the_docs(cli: Cli, comman
 
 
 def _options(command: str) -> list[Any]:
-    return [each for each in PROGRAM.commands[command].params if each.param_type_name == "option" and not each.hidden]
+    return [
+        parameter
+        for parameter in PROGRAM.commands[command].params
+        if parameter.param_type_name == "option" and not parameter.hidden
+    ]
 
 
 def test_help_shows_what_most_people_need_and_help_all_the_rest(cli: Cli) -> None:

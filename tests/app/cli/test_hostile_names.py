@@ -111,14 +111,14 @@ class Trying:
         check(ran.err, "stderr")
         assert ran.code == code, ran.err
         self.printed = ran.out + ran.err
-        made = set(self.folder.rglob("*")) - self.before
-        for path in made:
+        new_paths = set(self.folder.rglob("*")) - self.before
+        for path in new_paths:
             if path.suffix in (".html", ".md"):
                 check_written(path)
         if keep:
-            self.before |= made
+            self.before |= new_paths
             return
-        for path in sorted(made, reverse=True):
+        for path in sorted(new_paths, reverse=True):
             path.rmdir() if path.is_dir() else path.unlink()
 
 
@@ -128,8 +128,8 @@ def test_no_string_of_a_model_forges_a_line(args: list[str], bad: Path, cli: Cli
     trying = Trying(cli, bad)
     with fake_hub.serve({}) as server:
         fake_hub.use(server, cli.monkeypatch)
-        for more in ([], ["--json"]):
-            trying(*args, *more, code=FAILING.get(args[1], int(args[0] in ("eval", "statistics"))))
+        for flags in ([], ["--json"]):
+            trying(*args, *flags, code=FAILING.get(args[1], int(args[0] in ("eval", "statistics"))))
 
 
 @pytest.mark.slow
@@ -182,14 +182,14 @@ def test_no_string_of_a_gguf_file_forges_a_line(work: Path, cli: Cli) -> None:
     (work / "pre.gguf").write_bytes(make_gguf(shapes, keys | {"tokenizer.ggml.model": Value("str", HOSTILE)}, "llama"))
     (work / "merge.yml").write_text("merge_method: passthrough\nmodels:\n- model: good.gguf\n")
     trying = Trying(cli, work)
-    for more in ([], ["--json"]):
+    for flags in ([], ["--json"]):
         for args in (["inspect", "good.gguf", "--stats"], ["inspect", "good.gguf", "*"], ["plan", "merge.yml"]):
-            trying(*args, *more)
-        trying("dequantize", "good.gguf", "out", *more)
-        trying("diff", "good.gguf", "good.gguf", *more)
-        trying("inspect", "pre.gguf", *more)
+            trying(*args, *flags)
+        trying("dequantize", "good.gguf", "out", *flags)
+        trying("diff", "good.gguf", "good.gguf", *flags)
+        trying("inspect", "pre.gguf", *flags)
         for file in ("name.gguf", "wrong.gguf"):
-            trying("inspect", file, *more, code=1)
+            trying("inspect", file, *flags, code=1)
             assert "forged" in trying.printed, file
 
 
@@ -227,8 +227,8 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_mixtures_and_adapters_that_succeed_forge_no_line(real: Path, cli: Cli) -> None:
     cli.monkeypatch.chdir(real)
     trying = Trying(cli, real)
-    for more in ([], ["--json"]):
-        trying("moe", "random.yml", "out", *more)
+    for flags in ([], ["--json"]):
+        trying("moe", "random.yml", "out", *flags)
     trying("moe", "hidden.yml", "out", "--report", "out/report.html")
     trying(
         "extract-lora",
@@ -252,8 +252,8 @@ def test_mixtures_and_adapters_that_succeed_forge_no_line(real: Path, cli: Cli) 
         ["inspect", "adapter"],
         ["plan", "adapters.yml"],
     ):
-        for more in ([], ["--json"]):
-            trying(*args, *more)
+        for flags in ([], ["--json"]):
+            trying(*args, *flags)
 
 
 @pytest.mark.slow
@@ -281,8 +281,8 @@ def test_names_of_outputs_and_plans_forge_no_line(bad: Path, cli: Cli) -> None:
     with open_staging(bad / f"{name}2", layout(), HOSTILE) as staging:
         put(staging)
     trying.before |= set(bad.rglob("*"))
-    for more in ([], ["--json"], ["--yes"]):
-        trying("clean", ".", *more)
+    for flags in ([], ["--json"], ["--yes"]):
+        trying("clean", ".", *flags)
         assert "forged" in trying.printed
     assert not staging_folder(bad / f"{name}2").exists()
 

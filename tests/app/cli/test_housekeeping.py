@@ -52,9 +52,9 @@ def test_unfinished_work_is_listed_and_removed_only_on_request(cli: Cli, work: P
     assert unfinished.is_dir()
     assert "to remove them: weightsmith clean --yes" in ran.out
     assert f"to remove them: weightsmith clean {work} --yes" in cli("clean", str(work)).out
-    (found,) = json.loads(cli("clean", str(work), "--json").out)
-    assert (found["folder"], found["out"], found["removed"]) == (str(unfinished), str(work / "out"), False)
-    assert found["bytes"] > 0
+    (entry,) = json.loads(cli("clean", str(work), "--json").out)
+    assert (entry["folder"], entry["out"], entry["removed"]) == (str(unfinished), str(work / "out"), False)
+    assert entry["bytes"] > 0
     assert "removed 1 folder" in cli("clean", "--yes").out
     assert not unfinished.exists()
     assert "no unfinished work" in cli("clean").out
@@ -132,12 +132,12 @@ def test_the_doctor_names_the_files_that_may_have_settings(work: Path) -> None:
 def test_the_doctor_shows_packages_cores_memory_disk_and_the_hub(work: Path) -> None:
     ran = run_process("doctor", "--json", cwd=work, env={"HF_HUB_OFFLINE": "1"})
     assert ran.code == 0
-    found = json.loads(ran.out)
-    assert all(found["packages"].values())
-    assert found["cores"] >= 1
-    assert 0 < found["memory_available_bytes"] <= found["memory_bytes"]
-    assert (found["disk"]["folder"], found["disk"]["free_bytes"] > 0) == (str(work), True)
-    assert found["hub"]["answer"] == "not asked: HF_HUB_OFFLINE is set"
+    report = json.loads(ran.out)
+    assert all(report["packages"].values())
+    assert report["cores"] >= 1
+    assert 0 < report["memory_available_bytes"] <= report["memory_bytes"]
+    assert (report["disk"]["folder"], report["disk"]["free_bytes"] > 0) == (str(work), True)
+    assert report["hub"]["answer"] == "not asked: HF_HUB_OFFLINE is set"
     text = run_process("doctor", "sub/folder", cwd=work, env={"HF_HUB_OFFLINE": "1"}).out
     for word in ("weightsmith", "numba", "cores", "memory", "disk", "kernels", "hub"):
         assert word in text

@@ -129,9 +129,9 @@ def test_names_are_completed() -> None:
 
 @pytest.mark.slow
 def test_the_shell_completes_the_names_of_methods() -> None:
-    more = {"_WEIGHTSMITH_COMPLETE": "complete_bash", "COMP_WORDS": "weightsmith methods bread", "COMP_CWORD": "2"}
+    variables = {"_WEIGHTSMITH_COMPLETE": "complete_bash", "COMP_WORDS": "weightsmith methods bread", "COMP_CWORD": "2"}
     command = [sys.executable, "-c", "from weightsmith._app.cli import main; main()"]
-    done = subprocess.run(command, env=environment(**more), capture_output=True, text=True)
+    done = subprocess.run(command, env=environment(**variables), capture_output=True, text=True)
     assert done.stdout.split() == ["breadcrumbs", "breadcrumbs_ties"]
 
 

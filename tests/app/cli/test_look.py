@@ -52,8 +52,8 @@ def test_an_inspection_in_tables_of_eighty_columns_and_as_json(folder: Path, cli
     assert max(map(len, ran.out.splitlines())) <= 80
     ran = cli("inspect", "base", "*.mlp.*", "model.norm.weight", "--stats")
     assert ran.out.count(".mlp.up_proj.weight") == 4
-    found = json.loads(cli("inspect", "base", "--stats", "--json", "--quiet").out)
-    assert len(found["statistics"]) == len(weights())
+    inspection = json.loads(cli("inspect", "base", "--stats", "--json", "--quiet").out)
+    assert len(inspection["statistics"]) == len(weights())
 
 
 def test_a_glob_without_a_match_is_an_error(folder: Path, cli: Cli) -> None:
@@ -87,6 +87,6 @@ def test_a_preview_in_tables_of_eighty_columns_and_as_json(folder: Path, cli: Cl
     assert ran.code == 0
     assert max(map(len, ran.out.rpartition("\n\n")[0].splitlines())) <= 80
     assert re.search(r"^A +25\.", ran.out, re.MULTILINE)
-    found = json.loads(cli("preview", "sum.yml", "--json", "--quiet", "--full").out)
-    assert found["looked_at"] == found["elements"]
-    assert found["merge"]["write_bytes"] > 0
+    previewed = json.loads(cli("preview", "sum.yml", "--json", "--quiet", "--full").out)
+    assert previewed["looked_at"] == previewed["elements"]
+    assert previewed["merge"]["write_bytes"] > 0

@@ -39,14 +39,14 @@ def test_a_merge_prints_its_summary_to_stdout_and_its_progress_lines_to_stderr(c
 
 def test_json_prints_one_object_and_nothing_else_to_stdout(cli: Cli, work: Path) -> None:
     ran = cli("merge", "linear.yml", "out", "--json")
-    found = json.loads(ran.out)
-    assert found["out"] == str(work / "out")
-    assert (found["tensors"], found["resumed"], found["warnings"], found["method"]) == (6, 0, [], "linear")
+    printed = json.loads(ran.out)
+    assert printed["out"] == str(work / "out")
+    assert (printed["tensors"], printed["resumed"], printed["warnings"], printed["method"]) == (6, 0, [], "linear")
     nbytes = open_checkpoint(work / "out").nbytes
-    assert found["bytes"] == found["written_bytes"] == nbytes
-    assert found["read_bytes"] == 2 * nbytes
-    assert found["files"] == [{"name": "model.safetensors", "bytes": (work / "out/model.safetensors").stat().st_size}]
-    assert found["seconds"] >= 0
+    assert printed["bytes"] == printed["written_bytes"] == nbytes
+    assert printed["read_bytes"] == 2 * nbytes
+    assert printed["files"] == [{"name": "model.safetensors", "bytes": (work / "out/model.safetensors").stat().st_size}]
+    assert printed["seconds"] >= 0
 
 
 def test_quiet_prints_nothing(cli: Cli, work: Path) -> None:
@@ -65,9 +65,9 @@ def test_quiet_still_prints_warnings_in_full(cli: Cli, work: Path) -> None:
 def test_the_options_reach_the_merge(cli: Cli, work: Path) -> None:
     assert cli("merge", "linear.yml", "out", "--max-shard-size", "100", "--out-dtype", "bfloat16", "--no-card",
                "--threads", "1", "--max-memory", "500MB", "--no-fsync").code == 0  # fmt: skip
-    made = open_checkpoint(work / "out")
-    assert {spec.dtype.name for spec in made.specs.values()} == {"BF16"}
-    assert len(made.weights) > 1
+    checkpoint = open_checkpoint(work / "out")
+    assert {spec.dtype.name for spec in checkpoint.specs.values()} == {"BF16"}
+    assert len(checkpoint.weights) > 1
     assert not (work / "out/README.md").exists()
 
 

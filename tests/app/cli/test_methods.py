@@ -32,11 +32,11 @@ def test_all_methods_are_listed_by_family_a_line_each_that_fits_80_columns(cli: 
 
 @pytest.mark.slow
 def test_json_has_the_parameters_of_all_methods_or_of_one(cli: Cli) -> None:
-    found = {method["name"]: method for method in json.loads(cli("methods", "--json").out)}
-    assert tuple(found) == NAMES
-    assert json.loads(cli("methods", "ties", "--json").out) == found["ties"]
-    assert (found["ties"]["family"], found["consensus_ta"]["family"]) == ("sparse", "sparse")
-    density = next(p for p in found["ties"]["parameters"] if p["name"] == "density")
+    by_name = {method["name"]: method for method in json.loads(cli("methods", "--json").out)}
+    assert tuple(by_name) == NAMES
+    assert json.loads(cli("methods", "ties", "--json").out) == by_name["ties"]
+    assert (by_name["ties"]["family"], by_name["consensus_ta"]["family"]) == ("sparse", "sparse")
+    density = next(p for p in by_name["ties"]["parameters"] if p["name"] == "density")
     assert (density["default"], density["minimum"], density["maximum"]) == (1.0, 0, 1)
 
 

@@ -142,7 +142,10 @@ def test_no_answer_is_about_what_exists() -> None:
 def test_what_is_answered_exists() -> None:
     program = get_command(make_app())
     commands = program.commands  # type: ignore[attr-defined]
-    flags = {flag for each in commands.values() for option in each.params for flag in option.opts} | {"--version", "--help"}
+    flags = {flag for command in commands.values() for option in command.params for flag in option.opts} | {
+        "--version",
+        "--help",
+    }
     for answer in (*other_programs.COMMANDS.values(), *other_programs.OPTIONS.values()):
         for named in re.findall(r"weightsmith ([a-z-]+)", answer):
             assert named.startswith("-") or named in {*commands, "with", "makes", "only", "merges"}, answer

@@ -75,34 +75,34 @@ def test_a_plan_prints_what_would_happen_and_writes_nothing(cli: Cli, work: Path
 def test_json_is_the_plan_with_the_place_of_every_tensor_and_the_sums(cli: Cli, work: Path) -> None:
     args = ["linear.yml", "--max-shard-size", "100", "--out-dtype", "float16", "--seed", "7"]
     ran = cli("plan", *args, "--json", "--threads", "3", "--max-memory", "1GB")
-    found = json.loads(ran.out)
-    assert (found["seed"], found["summary"]["threads"], found["summary"]["peak_memory_bytes"] < 10**9) == (7, 3, True)
-    assert len(found["files"]) > 1
+    printed = json.loads(ran.out)
+    assert (printed["seed"], printed["summary"]["threads"], printed["summary"]["peak_memory_bytes"] < 10**9) == (7, 3, True)
+    assert len(printed["files"]) > 1
     assert cli("merge", *args, "out").code == 0
-    for step in found["steps"]:
-        place = found["places"][step["name"]]
+    for step in printed["steps"]:
+        place = printed["places"][step["name"]]
         with (work / "out" / place["file"]).open("rb") as file:
             file.seek(place["offset"])
             data = np.frombuffer(file.read(place["bytes"]), np.float16)
         inputs = [open_checkpoint(work / m).read(step["name"]).ravel() for m in "ab"]
         np.testing.assert_allclose(data, 0.25 * inputs[0] + 0.75 * inputs[1], rtol=1e-3, atol=1e-3)
     for extra in ("hash", "files", "places", "summary"):
-        del found[extra]
-    assert len(plan_from_json(found).steps) == 6  # the plan's own keys are all there
+        del printed[extra]
+    assert len(plan_from_json(printed).steps) == 6  # the plan's own keys are all there
 
 
 @pytest.mark.slow
 def test_the_passes_for_statistics_count_as_reading(cli: Cli, work: Path) -> None:
     everywhere = TIES.replace("[0, 1]", "1")  # where its weight is 0 a model is not read
     (work / "ties.yml").write_text(everywhere)
-    found = json.loads(cli("plan", "ties.yml", "--json").out)["summary"]
-    assert found["read_bytes_at_most"] % found["input_bytes"] == 0
-    assert found["read_bytes_at_most"] > found["input_bytes"]
-    times = found["read_bytes_at_most"] // found["input_bytes"]
+    summary = json.loads(cli("plan", "ties.yml", "--json").out)["summary"]
+    assert summary["read_bytes_at_most"] % summary["input_bytes"] == 0
+    assert summary["read_bytes_at_most"] > summary["input_bytes"]
+    times = summary["read_bytes_at_most"] // summary["input_bytes"]
     assert f"read up to {times} times" in cli("plan", "ties.yml").out
     (work / "ties.yml").write_text(everywhere.replace("0.5", "1").replace("0.25", "1"))
-    found = json.loads(cli("plan", "ties.yml", "--json").out)["summary"]
-    assert found["read_bytes_at_most"] == found["input_bytes"] == 2 * found["bytes"]
+    summary = json.loads(cli("plan", "ties.yml", "--json").out)["summary"]
+    assert summary["read_bytes_at_most"] == summary["input_bytes"] == 2 * summary["bytes"]
 
 
 @pytest.mark.slow
@@ -127,9 +127,9 @@ def test_explain_shows_each_value_and_the_line_it_comes_from(cli: Cli, work: Pat
     assert "the base's: no model takes part in it" in cli("plan", "ties.yml", "--explain", "model.norm.weight").out
     ran = cli("plan", "ties.yml", "--explain", "model.layers.0.self_attn.q_proj.weight", "--json")
     assert [read["model"] for read in json.loads(ran.out)["inputs"]] == ["a"]
-    found = {p["parameter"]: (p["model"], p["value"], p["where"]) for p in json.loads(ran.out)["parameters"]}
-    assert found["weight"] == ("b", 0.0, "ties.yml:6:15")
-    assert found["density"] == ("b", 0.25, "ties.yml:10:18")
+    explained = {p["parameter"]: (p["model"], p["value"], p["where"]) for p in json.loads(ran.out)["parameters"]}
+    assert explained["weight"] == ("b", 0.0, "ties.yml:6:15")
+    assert explained["density"] == ("b", 0.25, "ties.yml:10:18")
 
 
 def test_explain_of_a_tensor_that_is_not_there_names_the_nearest_one(cli: Cli, work: Path) -> None:
@@ -153,10 +153,10 @@ def test_long_names_are_neither_cut_nor_wrapped_in_a_pipe(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_colour_is_for_terminals_whose_user_wants_it() -> None:
-    def on_a_terminal(**more: str) -> str:
+    def on_a_terminal(**options: str) -> str:
         ours, theirs = pty.openpty()
         command = [sys.executable, "-m", "weightsmith", "methods", "nope"]
-        subprocess.run(command, stdout=theirs, stderr=theirs, env=environment(TERM="xterm", **more), check=False)
+        subprocess.run(command, stdout=theirs, stderr=theirs, env=environment(TERM="xterm", **options), check=False)
         text = os.read(ours, 65536).decode()
         os.close(ours)
         os.close(theirs)
@@ -215,8 +215,8 @@ def test_calibrated_weights_are_explained_by_their_own_names(cli: Cli, small: Pa
     assert "stored as w4a16-g32: model.layers.0.mlp.gate_proj.weight_packed I32, " in text
     assert ["llama", name] in [line.split() for line in text.splitlines()]
     assert cli(*plan, "--explain", f"{name}_packed").out == text
-    found = json.loads(cli(*plan, "--explain", name, "--json").out)
-    assert (found["calibrated"], found["encoding"], found["inputs"]) == (
+    explained = json.loads(cli(*plan, "--explain", name, "--json").out)
+    assert (explained["calibrated"], explained["encoding"], explained["inputs"]) == (
         True,
         "w4a16-g32",
         [{"model": "llama", "tensor": name}],
@@ -247,9 +247,9 @@ def test_a_calibrated_plan_shows_weights_and_all_that_is_read(cli: Cli, small: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [[], ["--measure", "full"]])
-def test_a_plan_that_is_measured_first_says_so(cli: Cli, small: Path, more: list[str]) -> None:
-    exl2 = ["--quantize", "exl2", "--bits", "4.1", *CALIBRATED, *more]
+@pytest.mark.parametrize("flags", [[], ["--measure", "full"]])
+def test_a_plan_that_is_measured_first_says_so(cli: Cli, small: Path, flags: list[str]) -> None:
+    exl2 = ["--quantize", "exl2", "--bits", "4.1", *CALIBRATED, *flags]
     text = cli("plan", "copy.yml", *exl2).out
     assert "first: that decides how weights are stored, the sizes and config.json" in text
     assert "; more when it is quantised then" in row_text(text, "read")
@@ -257,14 +257,14 @@ def test_a_plan_that_is_measured_first_says_so(cli: Cli, small: Path, more: list
     assert "plus the calibration" in text
     explained = cli("plan", "copy.yml", *exl2, "--explain", "lm_head.weight")
     assert "the model is measured first, for exl2: that decides how this is stored" in explained.out
-    found = json.loads(cli("plan", "copy.yml", *exl2, "--explain", "lm_head.weight", "--json").out)
-    assert (found["measured_first"], found["encoding"], found["stored"]) == (True, None, [])
+    printed = json.loads(cli("plan", "copy.yml", *exl2, "--explain", "lm_head.weight", "--json").out)
+    assert (printed["measured_first"], printed["encoding"], printed["stored"]) == (True, None, [])
     predicted = json.loads(cli("plan", "copy.yml", *exl2, "--json").out)["summary"]
     assert (predicted["measured_first"], predicted["write_bytes"], predicted["read_bytes_at_most"]) == (True, None, None)
     done = json.loads(cli("merge", "copy.yml", "out", *exl2, "--json").out)
     assert abs(predicted["bytes"] - done["bytes"]) < 0.02 * done["bytes"]
-    kinds = {each["kind"]: each for each in predicted["kinds"]}
-    assert sum(each["bytes"] for each in kinds.values()) == predicted["bytes"]
+    kinds = {kind["kind"]: kind for kind in predicted["kinds"]}
+    assert sum(kind["bytes"] for kind in kinds.values()) == predicted["bytes"]
     assert "size by kind of tensor (about)" in text
 
 
@@ -284,25 +284,25 @@ def test_a_quantised_plan_shows_the_size_of_each_kind(cli: Cli, small: Path) -> 
     assert ran.code == 0
     assert not Path("out").exists()
     summary = json.loads(ran.out)["summary"]
-    kinds = {each["kind"]: each for each in summary["kinds"]}
+    kinds = {kind["kind"]: kind for kind in summary["kinds"]}
     assert {"embedding", "attention", "MLPs"} <= kinds.keys()
-    assert sum(each["bytes"] for each in kinds.values()) == summary["bytes"]
+    assert sum(kind["bytes"] for kind in kinds.values()) == summary["bytes"]
     assert kinds["MLPs"]["bytes"] < 1.1 * kinds["MLPs"]["elements"]
     assert "bits a number" in cli(*quantize).out
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "made", [["w4a16"], ["w4a16", *CALIBRATED], ["exl2", "--bits", "4.1", "--uniform", *CALIBRATED]], ids=" ".join
+    "flags", [["w4a16"], ["w4a16", *CALIBRATED], ["exl2", "--bits", "4.1", "--uniform", *CALIBRATED]], ids=" ".join
 )
-def test_what_is_made_is_counted_in_weights(cli: Cli, small: Path, made: list[str]) -> None:
-    assert "out: 21 tensors, " in cli("quantize", "llama", "out", "--format", *made).out
+def test_what_is_made_is_counted_in_weights(cli: Cli, small: Path, flags: list[str]) -> None:
+    assert "out: 21 tensors, " in cli("quantize", "llama", "out", "--format", *flags).out
 
 
 @pytest.mark.slow
 def test_what_an_earlier_run_made_of_calibrated_weights_is_counted_in_arrays(
     small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = quantise(small / "llama", small / "out", settings(small, bits=None, uniform=False), name="w4a16")
-    CommandWork("out", quiet=False, as_json=False, began=0.0).report(replace(made, resumed=12))
+    quantised = quantise(small / "llama", small / "out", settings(small, bits=None, uniform=False), name="w4a16")
+    CommandWork("out", quiet=False, as_json=False, began=0.0).report(replace(quantised, resumed=12))
     assert "out: 21 tensors, 12 of the 49 stored arrays by an earlier run, " in capsys.readouterr().out

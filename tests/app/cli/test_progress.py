@@ -84,9 +84,9 @@ def test_the_speed_is_of_the_last_seconds_and_the_time_left_of_this_run() -> Non
         speed, _ = rate.take(Reading("m", 100, 1000, 5000))
     assert speed == 0  # nothing moved for a long while
     clock.now += 1
-    speed, left = rate.take(Reading("m", 101, 1000, 5100))
+    speed, seconds_left = rate.take(Reading("m", 101, 1000, 5100))
     assert speed == pytest.approx(10, rel=0.1)
-    assert left == pytest.approx(101 * 899 / 101)
+    assert seconds_left == pytest.approx(101 * 899 / 101)
 
 
 def test_no_time_left_is_guessed_from_a_thousandth_of_the_work() -> None:
@@ -96,8 +96,8 @@ def test_no_time_left_is_guessed_from_a_thousandth_of_the_work() -> None:
     clock.now += 11  # of which kernels took ten
     assert rates.take(Reading("merging", 256, 3_020_000, 512))[1] is None
     clock.now += 1
-    left = rates.take(Reading("merging", 302_000, 3_020_000, 604_000))[1]
-    assert left == pytest.approx(108)
+    seconds_left = rates.take(Reading("merging", 302_000, 3_020_000, 604_000))[1]
+    assert seconds_left == pytest.approx(108)
 
 
 def test_a_log_says_once_what_the_work_waits_for() -> None:

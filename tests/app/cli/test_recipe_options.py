@@ -90,11 +90,11 @@ def test_what_sets_nothing_is_a_wrong_command_line(cli: Cli, work: Path, setting
     ],
 )
 def test_mappings_on_the_way_are_made(settings: dict[str, Any], expected: dict[str, Any]) -> None:
-    found = load({"merge_method": "slerp", "models": [{"model": "a"}]}, settings=settings, parameter_names=("t", "normalize"))
-    assert found.problems == ()
-    assert found.recipe is not None
-    given = {name: setting.entries[0].value for name, setting in found.recipe.parameters.items()}  # type: ignore[union-attr]
-    assert given == expected
+    loaded = load({"merge_method": "slerp", "models": [{"model": "a"}]}, settings=settings, parameter_names=("t", "normalize"))
+    assert loaded.problems == ()
+    assert loaded.recipe is not None
+    values = {name: setting.entries[0].value for name, setting in loaded.recipe.parameters.items()}  # type: ignore[union-attr]
+    assert values == expected
 
 
 # ---- --json
@@ -103,9 +103,9 @@ def test_mappings_on_the_way_are_made(settings: dict[str, Any], expected: dict[s
 def test_errors_are_json_too(cli: Cli, work: Path) -> None:
     (work / "bad.yml").write_text(LINEAR.replace("weight: 0.25", "wieght: 1") + "dtyp: bfloat16\n")
     ran = cli("merge", "bad.yml", "out", "--json")
-    found = json.loads(ran.out)
-    assert (ran.code, found["exit_code"], found["state"]) == (1, 1, "Nothing was written.")
-    assert [(e["code"], e["where"], e["fix"]) for e in found["errors"]] == [
+    printed = json.loads(ran.out)
+    assert (ran.code, printed["exit_code"], printed["state"]) == (1, 1, "Nothing was written.")
+    assert [(e["code"], e["where"], e["fix"]) for e in printed["errors"]] == [
         ("unknown-parameter", "bad.yml:4:18", "Write 'weight'."),
         ("unknown-key", "bad.yml:8:1", "Write 'dtype'."),
     ]
@@ -117,17 +117,17 @@ def test_every_command_with_json_has_errors_as_json(cli: Cli, work: Path, comman
     out = ["out"] if command in ("merge", "moe", "run") else []
     ran = cli(command, "nowhere", *out, "--json")
     assert ran.code in (1, 3)
-    found = json.loads(ran.out)
-    assert found["exit_code"] == ran.code
-    assert found["errors"][0]["code"] in ("not-found", "unknown-method")
+    printed = json.loads(ran.out)
+    assert printed["exit_code"] == ran.code
+    assert printed["errors"][0]["code"] in ("not-found", "unknown-method")
 
 
 @pytest.mark.slow
 def test_a_wrong_command_line_is_json_too(cli: Cli, work: Path) -> None:
     ran = cli("merge", "linear.yml", "out", "--json", "--threads", "none")
-    found = json.loads(ran.out)
-    assert (ran.code, found["exit_code"], found["errors"][0]["code"]) == (2, 2, "parameter")
-    assert found["errors"][0]["where"] == "--threads (threads)"
+    printed = json.loads(ran.out)
+    assert (ran.code, printed["exit_code"], printed["errors"][0]["code"]) == (2, 2, "parameter")
+    assert printed["errors"][0]["where"] == "--threads (threads)"
     assert cli("merge", "linear.yml", "out", "--threads", "none").out == ""
 
 
@@ -152,8 +152,8 @@ def test_explain_takes_a_pattern(cli: Cli, work: Path) -> None:
     assert [line.split()[0] for line in ran.out.splitlines() if "made by linear" in line] == [
         f"model.layers.{i}.mlp.up_proj.weight" for i in (0, 1)
     ]
-    found = json.loads(cli("plan", "linear.yml", "--explain", "*.mlp.*", "--json").out)
-    assert [tensor["tensor"] for tensor in found] == [f"model.layers.{i}.mlp.up_proj.weight" for i in (0, 1)]
+    printed = json.loads(cli("plan", "linear.yml", "--explain", "*.mlp.*", "--json").out)
+    assert [tensor["tensor"] for tensor in printed] == [f"model.layers.{i}.mlp.up_proj.weight" for i in (0, 1)]
     one = json.loads(cli("plan", "linear.yml", "--explain", "model.norm.weight", "--json").out)
     assert one["tensor"] == "model.norm.weight"
     assert cli("plan", "linear.yml", "--explain", "*.attn.*").code == 1

@@ -132,8 +132,8 @@ def marked(work: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     redaction._registered.clear()
 
 
-def _launch(places: object, **more: object) -> None:
-    raise RuntimeError(f"a failure of another library, about {more} and {places}")
+def _launch(places: object, **options: object) -> None:
+    raise RuntimeError(f"a failure of another library, about {options} and {places}")
 
 
 class Looking:
@@ -142,7 +142,7 @@ class Looking:
     def __init__(self, cli: Cli, folder: Path) -> None:
         self.cli = cli
         self.folder = folder
-        self.given = set(folder.rglob("*"))
+        self.known = set(folder.rglob("*"))
         self.leaks: list[str] = []
         self.runs = 0
 
@@ -153,7 +153,7 @@ class Looking:
             ran = self.cli(command, *args, *as_json)
         self.runs += 1
         texts = {"stdout": ran.out, "stderr": ran.err}
-        for path in sorted(set(self.folder.rglob("*")) - self.given, reverse=True):
+        for path in sorted(set(self.folder.rglob("*")) - self.known, reverse=True):
             texts[f"the name {path}"] = path.name
             if path.is_file():
                 texts[str(path)] = path.read_bytes().decode(errors="replace")
@@ -161,8 +161,8 @@ class Looking:
             else:
                 path.rmdir()
         for place, text in texts.items():
-            if found := _FOUND.search(text):
-                shown = text[max(0, found.start() - 150) : found.end() + 80]
+            if match := _FOUND.search(text):
+                shown = text[max(0, match.start() - 150) : match.end() + 80]
                 self.leaks.append(f"{command} {' '.join(args)} [{ran.code}]: {place}: {shown}")
         return ran.code
 
@@ -185,7 +185,7 @@ def test_no_command_shows_or_writes_a_secret(command: str, marked: Path, cli: Cl
     looking = Looking(cli, marked)
     if command == "run":
         (marked / "plan.json").write_text(cli("plan", "linear.yml", "--json").out)
-        looking.given.add(marked / "plan.json")
+        looking.known.add(marked / "plan.json")
     for args in SUCCEEDING[command]:
         looking(command, *args, json=False)
         looking(command, *args)
@@ -215,7 +215,7 @@ RECIPES = {
 @pytest.mark.parametrize("command", ["merge", "plan", "preview", "moe"])
 def test_a_recipe_with_a_secret_is_refused(command: str, marked: Path, cli: Cli) -> None:
     looking = Looking(cli, marked)
-    looking.given.add(marked / "recipe.yml")
+    looking.known.add(marked / "recipe.yml")
     for place, text in RECIPES.items():
         for address in ADDRESSES[:4]:
             (marked / "recipe.yml").write_text(text.replace("@@", address))
@@ -226,7 +226,7 @@ def test_a_recipe_with_a_secret_is_refused(command: str, marked: Path, cli: Cli)
 def test_a_plan_with_a_secret_is_refused(marked: Path, cli: Cli) -> None:
     looking = Looking(cli, marked)
     plan = json.loads(cli("plan", "linear.yml", "--json").out)
-    looking.given.add(marked / "plan.json")
+    looking.known.add(marked / "plan.json")
     for address in ADDRESSES[:4]:
         changed = [model | {"paths": [address], "path": address, "ref": address} for model in plan["models"]]
         (marked / "plan.json").write_text(json.dumps(plan | {"models": changed}))
@@ -239,7 +239,7 @@ def test_a_plan_with_a_secret_is_refused(marked: Path, cli: Cli) -> None:
 def test_other_libraries_show_no_secret(marked: Path, cli: Cli) -> None:
     """Logs and tracebacks go to stderr without us."""
 
-    def launch(*args: object, **more: object) -> None:
+    def launch(*args: object, **options: object) -> None:
         logger, handler = logging.getLogger("other"), logging.StreamHandler()
         logger.addHandler(handler)
         logger.error("cannot GET %s", ADDRESSES[0])
@@ -275,7 +275,7 @@ def test_it_is_the_redaction_that_hides(marked: Path, cli: Cli) -> None:
     cli.monkeypatch.setattr(redaction, "_secrets_now", lambda: None)
     looking = Looking(cli, marked)
     (marked / "recipe.yml").write_text(RECIPES["comment"].replace("@@", ADDRESSES[0]))
-    looking.given.add(marked / "recipe.yml")
+    looking.known.add(marked / "recipe.yml")
     tried = ["doctor"], ["inspect", "org/name"], ["studio", "--host", MARK], ["merge", "recipe.yml", "out"]
     for number, args in enumerate(tried, 1):
         looking(*args)

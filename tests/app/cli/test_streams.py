@@ -111,18 +111,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _cases(number: int) -> list[tuple[str, int, str, list[str]]]:
-    found = []
+    cases = []
     for place, (command, (arguments, _)) in enumerate(COMMANDS.items()):
         if number == 2 and command not in WITHOUT_STDERR:
             continue
         each_fault = [*FAULTS.items()]
         for fault, how in each_fault if number == 1 and command in ALL_FAULTS else [each_fault[place % 3]]:
             label = f"{command}-{number}-{fault}"
-            own = [each.replace("OUT", f"{label}-made") for each in arguments]
-            found.append(
-                (label, number, fault, [command, *own, *(["--json"] if how == "json" and command not in NO_JSON else [])])
+            filled = [argument.replace("OUT", f"{label}-made") for argument in arguments]
+            cases.append(
+                (label, number, fault, [command, *filled, *(["--json"] if how == "json" and command not in NO_JSON else [])])
             )
-    return found
+    return cases
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,11 @@ def ran(folder: Path) -> dict[str, tuple[int, str, str]]:
 def test_the_table_has_every_command() -> None:
     from weightsmith._app.cli.app import make_app
 
-    names = {each.name or each.callback.__name__.replace("_", "-") for each in make_app().registered_commands if each.callback}
+    names = {
+        command.name or command.callback.__name__.replace("_", "-")
+        for command in make_app().registered_commands
+        if command.callback
+    }
     # studio serves until Ctrl-C, the others need a model that transformers runs
     assert names == {*COMMANDS, "studio", "eval", "auto", "tune", "statistics", "write"}
 
@@ -164,11 +168,11 @@ def test_a_result_that_cannot_be_printed_is_said_on_stderr_with_a_code_of_its_ow
         code, _, err = ran[label]
         name, fault = label.split("-1-")
         said, written = f"error[result-lost]: stdout: the result cannot be printed: {why[fault]}", COMMANDS[name][1]
-        made = (*folder.glob(f"{label}-made*"),)
+        created = (*folder.glob(f"{label}-made*"),)
         lines = 0 if fault == "pipe" and not written else 1  # `| head` of what only answers is no fault
         good = code == (141 if fault == "pipe" else 3) and err.count(said) == lines and "Traceback" not in err
-        if not good or written not in err or bool(written) != bool(made):
-            wrong[label] = code, err, made
+        if not good or written not in err or bool(written) != bool(created):
+            wrong[label] = code, err, created
     assert not wrong
 
 

@@ -167,7 +167,7 @@ def screens(folder: Path, widths: Mapping[int, Mapping[str, list[str]]]) -> dict
 @pytest.mark.slow
 @pytest.mark.parametrize("columns", [60, pytest.param(80, marks=pytest.mark.sweep)])
 def test_no_line_is_longer_than_the_terminal(columns: int, folder: Path) -> None:
-    commands = {n: [f"{a}-{columns}" if a.startswith("OUT") else a for a in own] for n, own in COMMANDS.items()}
+    commands = {n: [f"{a}-{columns}" if a.startswith("OUT") else a for a in arguments] for n, arguments in COMMANDS.items()}
     shown = {name: text for (_, name), text in screens(folder, {columns: commands}).items()}
     assert list(shown) == list(COMMANDS)
     wrong: dict[str, list[str]] = {}
@@ -312,7 +312,7 @@ SEEN = {"merge", "moe", "plan", "preview", "inspect", "diff", "quantize", "dequa
 
 
 def test_every_command_says_what_it_does_or_is_done_at_once() -> None:
-    known = {each.name or getattr(each.callback, "__name__", "") for each in make_app().registered_commands}
+    known = {command.name or getattr(command.callback, "__name__", "") for command in make_app().registered_commands}
     assert {name.replace("_", "-") for name in known} - set(WORKING) == {"init", "methods", "schema", "help"}
     assert sorted(STARTED) == sorted(WORKING)
 
@@ -326,9 +326,9 @@ def test_something_is_said_before_anything_is_loaded_or_read(folder: Path, name:
     (folder / "moe.yml").write_text("base_model: a\nexperts: [{source_model: a}, {source_model: b}]\ngate_mode: random\n")
     shown = captured(folder, 80, name, *(f"{name}-out" if arg == "OUT" else arg for arg in STARTED[name]), code=WATCHED)
     assert shown.startswith("\r\x1b[2Kstarting"), shown[:200]
-    starting, own, *_ = shown.split("\r\x1b[2K")[1:]
+    starting, line, *_ = shown.split("\r\x1b[2K")[1:]
     assert set(re.findall(r"\[(\w+)\]", starting)) <= {"typer", "numpy"}  # what it takes to read a command line
-    assert own.startswith(("reading ", "loading ", "looking ", "checking ", "making ")), own[:200]
+    assert line.startswith(("reading ", "loading ", "looking ", "checking ", "making ")), line[:200]
     assert ("[file]" in shown) or name not in SEEN
 
 

@@ -22,8 +22,8 @@ def test_a_checkpoint_as_written_is_said_to_be_so(cli: Cli, work: Path) -> None:
     assert "not of this checkpoint" not in ran.err
     (work / "out/note.txt").write_text("mine")
     ran = cli("verify", "out", "--json")
-    found = json.loads(ran.out)
-    assert (ran.code, found["tensors"], found["files"], found["extra"]) == (0, 6, 4, ["note.txt"])
+    printed = json.loads(ran.out)
+    assert (ran.code, printed["tensors"], printed["files"], printed["extra"]) == (0, 6, 4, ["note.txt"])
     assert "note.txt" in ran.err
     ran = cli("verify", "out", "--quiet")
     assert (ran.code, ran.out, ran.err) == (0, "", "")

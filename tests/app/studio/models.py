@@ -46,9 +46,9 @@ def adapter(folder: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(about))
 
 
-def recipe(root: Path, *more: str) -> str:
+def recipe(root: Path, *extra_lines: str) -> str:
     """A TIES merge of the base and two fine-tunes."""
     lines = ["merge_method: ties", f"base_model: {root}/models/base", "models:"]
     for name in ("fr", "de"):
         lines += [f"  - model: {root}/models/{name}", "    parameters: {weight: 1.0, density: 0.5}"]
-    return "\n".join([*lines, *more, "dtype: bfloat16", ""])
+    return "\n".join([*lines, *extra_lines, "dtype: bfloat16", ""])

@@ -82,31 +82,31 @@ def start(
 @contextmanager
 def serving(root: Path, *flags: str, **options: Any) -> Iterator[Studio]:
     """A studio of some folders, until the block ends."""
-    found = start(root, *flags, **options)
+    studio = start(root, *flags, **options)
     try:
-        yield found
+        yield studio
     finally:
-        stop(found)
+        stop(studio)
 
 
-def stop(found: Studio) -> int:
+def stop(studio: Studio) -> int:
     """End it as Ctrl-C does. Its exit status."""
-    found.process.kill(signal.SIGINT)
+    studio.process.kill(signal.SIGINT)
     end = time.monotonic() + 120
-    while not found.process.ended():
+    while not studio.process.ended():
         if time.monotonic() > end:
-            found.kill()
-            raise AssertionError(f"Ctrl-C does not end the studio:\n{found.log.read_text()}")
+            studio.kill()
+            raise AssertionError(f"Ctrl-C does not end the studio:\n{studio.log.read_text()}")
         time.sleep(0.01)
-    return found.process.wait().code
+    return studio.process.wait().code
 
 
 def asked(url: str, body: object = None, **headers: str) -> tuple[int, str]:
     """The status and text of an answer. body: sent as JSON; bytes: as they are."""
     data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
-    given = {"Content-Type": "application/json"} | headers
+    sent_headers = {"Content-Type": "application/json"} | headers
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, data=data, headers=given), timeout=20) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, data=data, headers=sent_headers), timeout=20) as answer:
             return int(answer.status), answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()

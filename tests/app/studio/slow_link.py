@@ -27,8 +27,8 @@ def slow_link(port: int) -> Iterator[Link]:
     ends: list[socket.socket] = [listening]
     threads: list[threading.Thread] = []
 
-    def run(work: object, *given: object) -> None:
-        thread = threading.Thread(target=work, args=given, daemon=True)  # type: ignore[arg-type]
+    def run(work: object, *args: object) -> None:
+        thread = threading.Thread(target=work, args=args, daemon=True)  # type: ignore[arg-type]
         threads.append(thread)
         thread.start()
 

@@ -22,37 +22,39 @@ def places(root: Path) -> Places:
     return make(root)
 
 
-def errors(found: Checked) -> list[tuple[int, int, str]]:
-    return [(note.line, note.column, note.finding.what) for note in found.notes if note.level == "error"]
+def errors(checked: Checked) -> list[tuple[int, int, str]]:
+    return [(note.line, note.column, note.finding.what) for note in checked.notes if note.level == "error"]
 
 
 @pytest.mark.slow
 def test_a_correct_recipe_has_a_plan(root: Path, places: Places) -> None:
-    found = check(recipe(root), places)
-    assert (found.notes, errors(found)) == ((), [])
-    assert found.plan is not None
-    assert found.plan.provenance.name == "ties"
+    checked = check(recipe(root), places)
+    assert (checked.notes, errors(checked)) == ((), [])
+    assert checked.plan is not None
+    assert checked.plan.provenance.name == "ties"
 
 
 def test_every_problem_has_its_line_and_column(root: Path, places: Places) -> None:
     text = recipe(root).replace("density: 0.5}", "densty: 0.5}", 1).replace("weight: 1.0", "weight: one")
-    found = check(text, places)
-    assert found.plan is None
-    assert [(line, column) for line, column, _ in errors(found)] == [(5, 26), (5, 31), (7, 26)]
-    assert "did you mean 'density'" in str(errors(found))
-    assert found.notes[0].excerpt[0] == "    5 |     parameters: {weight: one, densty: 0.5}"
+    checked = check(text, places)
+    assert checked.plan is None
+    assert [(line, column) for line, column, _ in errors(checked)] == [(5, 26), (5, 31), (7, 26)]
+    assert "did you mean 'density'" in str(errors(checked))
+    assert checked.notes[0].excerpt[0] == "    5 |     parameters: {weight: one, densty: 0.5}"
 
 
 def test_warnings_do_not_prevent_a_plan(root: Path, places: Places) -> None:
-    found = check(recipe(root, "parameters: {int8_mask: true}"), places)
-    assert found.plan is not None
-    assert [note.level for note in found.notes] == ["warning"] * len(found.notes)
+    checked = check(recipe(root, "parameters: {int8_mask: true}"), places)
+    assert checked.plan is not None
+    assert [note.level for note in checked.notes] == ["warning"] * len(checked.notes)
 
 
 def test_a_model_that_was_not_chosen_yet(root: Path, places: Places) -> None:
-    found = check(recipe(root).replace(f"{root}/models/fr", "MODEL"), places)
-    assert [(note.level, note.line, note.finding.what) for note in found.notes] == [("open", 4, "no model is chosen here yet")]
-    assert (found.errors, found.reason) == (0, "Choose 1 more model.")
+    checked = check(recipe(root).replace(f"{root}/models/fr", "MODEL"), places)
+    assert [(note.level, note.line, note.finding.what) for note in checked.notes] == [
+        ("open", 4, "no model is chosen here yet")
+    ]
+    assert (checked.errors, checked.reason) == (0, "Choose 1 more model.")
     text = recipe(root).replace(f"{root}/models/fr", "MODEL").replace(f"{root}/models/de", "MODEL")
     assert check(text.replace(f"{root}/models/base", "BASE"), places).reason == "Choose a base and 2 more models."
     assert check(recipe(root).replace("ties", "tise"), places).reason == "The recipe has 1 problem."
@@ -86,14 +88,14 @@ def test_a_model_that_was_not_chosen_yet(root: Path, places: Places) -> None:
     ],
 )  # fmt: skip
 def test_nothing_outside_is_read(root: Path, places: Places, monkeypatch: pytest.MonkeyPatch, text: str, line: int) -> None:
-    def read(*given: object) -> None:
+    def read(*args: object) -> None:
         raise AssertionError("planned")
 
     monkeypatch.setattr(weightsmith, "plan", read)
     text = text.replace("{secret}", str(root / "secret")).replace("{base}", str(root / "models" / "base"))
-    found = check(text, places)
+    checked = check(text, places)
     refused = ("outside the folders", "runs no code")
-    assert [note.line for note in found.notes if any(words in note.finding.what for words in refused)] == [line]
+    assert [note.line for note in checked.notes if any(words in note.finding.what for words in refused)] == [line]
 
 
 @pytest.mark.slow
@@ -101,10 +103,10 @@ def test_nothing_outside_is_read(root: Path, places: Places, monkeypatch: pytest
     "text", ["/etc/passwd", "./recipe.yml", "", "\0", "a: " + "[" * 5000, "&a [*a]", "x" * 3_000_000, "- " * 9000]
 )
 def test_a_text_is_never_a_path_and_never_too_large(places: Places, text: str) -> None:
-    found = check(text, places)
-    assert found.plan is None
-    assert errors(found)
-    assert "root:" not in str(found)
+    checked = check(text, places)
+    assert checked.plan is None
+    assert errors(checked)
+    assert "root:" not in str(checked)
 
 
 def test_mixtures_are_for_the_command_line(root: Path, places: Places) -> None:

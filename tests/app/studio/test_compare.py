@@ -48,10 +48,10 @@ def by_transformers(folder: Path) -> tuple[float, str]:
 @pytest.mark.reader
 def test_numbers_are_those_of_transformers_on_the_folder(root: Path, places: Places) -> None:
     folder = root / "models" / "fr"
-    (found,) = compare([str(folder)], places, Asked("The", TEXT, 8))
+    (sample,) = compare([str(folder)], places, Asked("The", TEXT, 8))
     perplexity, continuation = by_transformers(folder)
-    assert found.perplexity == pytest.approx(perplexity, rel=1e-5)
-    assert found.continuation == continuation
+    assert sample.perplexity == pytest.approx(perplexity, rel=1e-5)
+    assert sample.continuation == continuation
 
 
 @pytest.mark.matrix
@@ -64,19 +64,19 @@ def test_an_adapter_is_compared_as_it_is_merged(root: Path, places: Places) -> N
 
 
 def test_what_cannot_be_run_is_said_and_the_others_are_run(root: Path, places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = root / "models" / "own"
-    own.mkdir()
+    with_code = root / "models" / "own"
+    with_code.mkdir()
     for file in (root / "models" / "base").iterdir():
-        (own / file.name).write_bytes(file.read_bytes())
-    config = json.loads((own / "config.json").read_text())
-    (own / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoConfig": "evil.Config"}}))
-    (own / "evil.py").write_text("raise SystemExit('run')")
-    names = [str(own), str(root / "secret"), str(root / "models" / "adapters" / "py"), str(root / "models" / "de")]
-    found = list(compare(names, places, Asked("The", "", 8)))
-    assert "brings code of its own" in found[0].problem
-    assert "outside the folders" in found[1].problem
-    assert found[2].problem
-    assert (found[3].problem, found[3].perplexity) == ("", None)
+        (with_code / file.name).write_bytes(file.read_bytes())
+    config = json.loads((with_code / "config.json").read_text())
+    (with_code / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoConfig": "evil.Config"}}))
+    (with_code / "evil.py").write_text("raise SystemExit('run')")
+    names = [str(with_code), str(root / "secret"), str(root / "models" / "adapters" / "py"), str(root / "models" / "de")]
+    samples = list(compare(names, places, Asked("The", "", 8)))
+    assert "brings code of its own" in samples[0].problem
+    assert "outside the folders" in samples[1].problem
+    assert samples[2].problem
+    assert (samples[3].problem, samples[3].perplexity) == ("", None)
     monkeypatch.setattr(judge, "BYTES_PER_WEIGHT", 1 << 40)
     (large,) = compare([str(root / "models" / "de")], places, Asked("The", "", 8))
     assert "this machine has" in large.problem
@@ -87,12 +87,12 @@ def test_what_cannot_be_run_is_said_and_the_others_are_run(root: Path, places: P
 def test_a_merge_in_memory_is_the_merge_that_is_written(root: Path, places: Places) -> None:
     """Numbers of `tried` against transformers on the folder that a merge writes."""
     text, out = recipe(root), root / "out" / "written"
-    found = tried(text, places, Asked("The", TEXT, 8))
-    assert found.problem == ""
+    sample = tried(text, places, Asked("The", TEXT, 8))
+    assert sample.problem == ""
     weightsmith.merge(text, out, progress=False)
     perplexity, continuation = by_transformers(out)
-    assert found.perplexity == pytest.approx(perplexity, rel=1e-5)
-    assert found.continuation == continuation
+    assert sample.perplexity == pytest.approx(perplexity, rel=1e-5)
+    assert sample.continuation == continuation
     (base,) = compare([str(root / "models" / "base")], places, Asked("", TEXT))
-    assert found.perplexity != base.perplexity
+    assert sample.perplexity != base.perplexity
     assert "outside the folders" in tried(text.replace("models/fr", "secret"), places, Asked("The")).problem

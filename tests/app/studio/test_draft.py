@@ -42,8 +42,8 @@ def changed(text: str, values: dict[draft.Path, Any]) -> str:
     return text
 
 
-def step(text: str, kind: str, name: str, **given: Any) -> str:
-    return draft.edited(text, {"kind": kind, "name": name, **given})
+def step(text: str, kind: str, name: str, **fields: Any) -> str:
+    return draft.edited(text, {"kind": kind, "name": name, **fields})
 
 
 def by_path(text: str) -> dict[draft.Path, draft.Control]:
@@ -51,8 +51,8 @@ def by_path(text: str) -> dict[draft.Path, draft.Control]:
 
 
 def test_controls_show_a_goals_recipe() -> None:
-    found = draft.read(COMBINE)
-    assert (found.method, found.base, found.models, found.held) == ("ties", "./base", ("./fr", "./de"), "")
+    form = draft.read(COMBINE)
+    assert (form.method, form.base, form.models, form.held) == ("ties", "./base", ("./fr", "./de"), "")
     controls = by_path(COMBINE)
     assert controls[WEIGHT].value == 1.0
     assert controls["models", 1, "parameters", "density"].value == 0.5  # of all models
@@ -67,9 +67,9 @@ def test_every_goal_begins_with_a_recipe_that_controls_show(goal: str, models: l
     for base in ("", "./base"):
         text = draft.begin(goal, base, models)
         assert load(text).problems == ()
-        found = draft.read(text)
-        assert not found.held
-        assert not {draft.NO_MODEL, draft.NO_BASE} & {found.base, *found.models}
+        form = draft.read(text)
+        assert not form.held
+        assert not {draft.NO_MODEL, draft.NO_BASE} & {form.base, *form.models}
 
 
 @pytest.mark.parametrize("method", NAMES)
@@ -77,12 +77,12 @@ def test_every_method_gets_a_recipe_that_controls_show(method: str) -> None:
     text = step(COMBINE, "method", method)
     assert load(text).problems == ()
     assert text.startswith("# One model with the skills")
-    found = draft.read(text)
-    assert (found.method, found.base, found.models, found.held) == (method, "./base", (FR, DE), "")
-    values = {control.name: control.value for control in found.controls}
+    form = draft.read(text)
+    assert (form.method, form.base, form.models, form.held) == (method, "./base", (FR, DE), "")
+    values = {control.name: control.value for control in form.controls}
     required = {p.name for p in get(method).parameters if p.required}
     assert all(values[name] is not None for name in required)
-    assert not any(control.held for control in found.controls)
+    assert not any(control.held for control in form.controls)
 
 
 def test_moving_a_slider_changes_one_value_and_keeps_comments() -> None:
@@ -113,10 +113,10 @@ def test_a_curve_and_a_value_that_was_not_there() -> None:
     ],
 )
 def test_any_way_to_write_a_recipe_can_be_edited(text: str) -> None:
-    wanted = yaml.safe_load(text)
-    entry = wanted["models"][0]
+    expected = yaml.safe_load(text)
+    entry = expected["models"][0]
     entry["parameters"] = {**(entry.get("parameters") or {}), "weight": 0.75}
-    assert yaml.safe_load(changed(text, {WEIGHT: 0.75})) == wanted
+    assert yaml.safe_load(changed(text, {WEIGHT: 0.75})) == expected
 
 
 values = st.one_of(st.floats(-9, 9), st.integers(-9, 9), st.lists(st.floats(0, 1), min_size=2, max_size=5))
@@ -127,9 +127,9 @@ paths = st.sampled_from(
 
 @pytest.mark.slow
 @given(st.dictionaries(paths, values, max_size=4))
-def test_what_is_written_is_shown(given: dict[draft.Path, Any]) -> None:
-    controls = by_path(changed(COMBINE, given))
-    for path, value in given.items():
+def test_what_is_written_is_shown(changes: dict[draft.Path, Any]) -> None:
+    controls = by_path(changed(COMBINE, changes))
+    for path, value in changes.items():
         shown = controls[path].value
         assert shown == pytest.approx(tuple(value) if isinstance(value, list) else value, rel=1e-5)
         assert not controls[path].held
@@ -287,9 +287,9 @@ def test_many_models_are_edited_as_text_alone() -> None:
     text = draft.begin("combine", "./base", [f"./{i}" for i in range(draft.MAX_MODELS)])
     assert len(draft.read(text).models) == draft.MAX_MODELS
     assert draft.read(step(text, "method", "slerp")).method == "slerp"
-    more = step(text, "add", "./more")
-    assert f"up to {draft.MAX_MODELS} models" in draft.read(more).held
-    assert step(more, "method", "slerp") == step(more, "add", "./one") == more
+    longer = step(text, "add", "./more")
+    assert f"up to {draft.MAX_MODELS} models" in draft.read(longer).held
+    assert step(longer, "method", "slerp") == step(longer, "add", "./one") == longer
 
 
 BOMB = "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]\n" for i in range(30))

@@ -35,8 +35,8 @@ dtype: bfloat16
 def test_a_value_is_replaced_or_added() -> None:
     assert edits.put(RECIPE, ("parameters", "lambda"), 0.25) == RECIPE.replace("lambda: 1.0", "lambda: 0.25")
     assert edits.put(RECIPE, ("parameters", "t"), [0, 1]) == RECIPE.replace("lambda: 1.0\n", "lambda: 1.0\n  t: [0, 1]\n")
-    wanted = RECIPE.replace("  - model: d\n", "  - model: d\n    parameters: {weight: 2}\n")
-    assert edits.put(RECIPE, ("models", 2, "parameters", "weight"), 2) == wanted
+    expected = RECIPE.replace("  - model: d\n", "  - model: d\n    parameters: {weight: 2}\n")
+    assert edits.put(RECIPE, ("models", 2, "parameters", "weight"), 2) == expected
     assert edits.put(RECIPE, ("dtype",), "bfloat16") == RECIPE
 
 
@@ -66,7 +66,7 @@ def test_an_item_is_added() -> None:
 
 
 @pytest.mark.parametrize(
-    ("base", "current", "mine", "wanted"),
+    ("base", "current", "mine", "expected"),
     [
         ("a\nb\nc\n", "A\nb\nc\n", "a\nb\nC\n", "A\nb\nC\n"),
         ("a\nb\nc\n", "a\nB\nc\n", "a\nX\nc\n", "a\nX\nc\n"),  # the same line: the last edit wins
@@ -76,11 +76,11 @@ def test_an_item_is_added() -> None:
         ("a\nb\nc\nd\n", "b\nc\nd\n", "a\nb\nc\n", "b\nc\n"),
     ],
 )
-def test_two_edits_of_one_text(base: str, current: str, mine: str, wanted: str) -> None:
-    assert edits.merged(base, current, mine) == wanted
+def test_two_edits_of_one_text(base: str, current: str, mine: str, expected: str) -> None:
+    assert edits.merged(base, current, mine) == expected
 
 
-lines = st.lists(st.sampled_from("abcdef"), max_size=8).map(lambda found: "".join(f"{line}\n" for line in found))
+lines = st.lists(st.sampled_from("abcdef"), max_size=8).map(lambda lines: "".join(f"{line}\n" for line in lines))
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def test_any_way_to_write_a_recipe_is_edited_to_what_was_wanted(
     items.insert(end, items.pop(start))
     assert yaml.safe_load(edits.moved(text, ("models",), start, end)) == tree | {"models": items}
     assert yaml.safe_load(edits.removed(text, ("models", start))).get("models", []) == [
-        each for i, each in enumerate(tree["models"]) if i != start
+        entry for i, entry in enumerate(tree["models"]) if i != start
     ]
     new = yaml.safe_load(edits.put(text, ("models", start, "parameters", "w"), [0, 1]))
     assert new["models"][start]["parameters"]["w"] == [0, 1]

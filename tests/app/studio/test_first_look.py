@@ -45,8 +45,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def studio(root: Path, request: pytest.FixtureRequest) -> Iterator[Studio]:
-    with serving(root, out=f"out/{re.sub(r'[^a-z0-9]+', '-', request.node.name)[-60:].strip('-')}") as found:
-        yield found
+    with serving(root, out=f"out/{re.sub(r'[^a-z0-9]+', '-', request.node.name)[-60:].strip('-')}") as served:
+        yield served
 
 
 def disabled(page: Any, button: str) -> bool:
@@ -65,7 +65,7 @@ def test_the_first_screen_leads_to_a_merge(browser: Any, studio: Studio, width: 
         for button in ("#merge", "#try-first", "#look"):
             assert disabled(page, button), button
         badges = "#steps .badge" if width < 500 else ".pane .badge"
-        assert [each.inner_text() for each in page.locator(badges).all()] == ["1", "2", "3"]
+        assert [badge.inner_text() for badge in page.locator(badges).all()] == ["1", "2", "3"]
         words = page.inner_text("body").lower()
         assert "desk" not in words
         assert "disjoint" not in words

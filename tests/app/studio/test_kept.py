@@ -36,19 +36,19 @@ def test_recipe_and_runs_are_there_after_a_restart(tmp_path: Path) -> None:
 
 
 def test_a_preview_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
-    found = KeptRuns(tmp_path)
+    kept_runs = KeptRuns(tmp_path)
     for kind in ("preview", "preview", "try", "preview"):
-        found.add(run(found.next_id(), kind), "page")
-    assert [each.kind for each in found.runs] == ["preview", "try", "preview"]
+        kept_runs.add(run(kept_runs.next_id(), kind), "page")
+    assert [entry.kind for entry in kept_runs.runs] == ["preview", "try", "preview"]
     assert len(list((tmp_path / FOLDER).glob("*.html"))) == 3
 
 
 def test_the_oldest_runs_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept, "MAX_RUNS", 3)
-    found = KeptRuns(tmp_path)
+    kept_runs = KeptRuns(tmp_path)
     for _ in range(5):
-        found.add(run(found.next_id()), "page")
-    assert [each.id for each in found.runs] == [3, 4, 5]
+        kept_runs.add(run(kept_runs.next_id()), "page")
+    assert [entry.id for entry in kept_runs.runs] == [3, 4, 5]
     assert sorted(path.stem for path in (tmp_path / FOLDER).glob("*.html")) == ["3", "4", "5"]
 
 
@@ -72,12 +72,12 @@ def test_a_studio_that_wrote_here_meanwhile_is_not_overwritten(tmp_path: Path) -
 
 
 def test_a_folder_that_was_removed_is_made_again(tmp_path: Path) -> None:
-    found = KeptRuns(tmp_path / "out")
-    found.save("# one\n")
+    kept_runs = KeptRuns(tmp_path / "out")
+    kept_runs.save("# one\n")
     shutil.rmtree(tmp_path / "out")
-    found.save("# two\n")
-    found.add(run(1), "page")
-    found.close()
+    kept_runs.save("# two\n")
+    kept_runs.add(run(1), "page")
+    kept_runs.close()
     again = KeptRuns(tmp_path / "out")
     assert (again.text, again.report(1)) == ("# two\n", "page")
 
@@ -89,8 +89,8 @@ def test_what_is_broken_is_left_out_and_a_link_is_not_followed(tmp_path: Path) -
     (tmp_path / "a" / FOLDER / "runs.json").write_text(
         '[{"id": 1}, 3, {"id": "1", "kind": "try", "when": 1.0, "title": "", "recipe": ""}]'
     )
-    found = KeptRuns(tmp_path / "a")
-    assert (found.text, found.version, found.runs) == ("", 0, [])
+    kept_runs = KeptRuns(tmp_path / "a")
+    assert (kept_runs.text, kept_runs.version, kept_runs.runs) == ("", 0, [])
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / FOLDER).symlink_to(tmp_path / "b" / FOLDER)
     with pytest.raises(StoreError, match="is a link"):
@@ -147,20 +147,20 @@ def replaced(folder: Path) -> Iterator[None]:
 def test_what_the_disk_refuses_is_kept_until_it_takes_it(
     tmp_path: Path, refusing: Callable[[Path], AbstractContextManager[None]], why: str
 ) -> None:
-    found = KeptRuns(tmp_path / "out")
-    found.save("# one\n")
-    with refusing(found.folder):
+    kept_runs = KeptRuns(tmp_path / "out")
+    kept_runs.save("# one\n")
+    with refusing(kept_runs.folder):
         for _ in range(2):
             with pytest.raises(StoreError, match=why):
-                found.save("# two\n", "a", 7)
+                kept_runs.save("# two\n", "a", 7)
         with pytest.raises(StoreError, match=why):
-            found.add(run(1), "<p>page</p>")
+            kept_runs.add(run(1), "<p>page</p>")
         with pytest.raises(StoreError, match=why):
-            found.flush()
-        assert (found.text, found.version, found.runs) == ("# two\n", 2, [run(1)])
-    found.flush()
-    found.flush()
-    found.close()
+            kept_runs.flush()
+        assert (kept_runs.text, kept_runs.version, kept_runs.runs) == ("# two\n", 2, [run(1)])
+    kept_runs.flush()
+    kept_runs.flush()
+    kept_runs.close()
     again = KeptRuns(tmp_path / "out")
     assert (again.text, again.version, again.runs, again.taken) == ("# two\n", 2, [run(1)], {"a": 7})
     assert again.report(1) == "<p>page</p>"
@@ -170,26 +170,26 @@ def test_what_the_disk_refuses_is_kept_until_it_takes_it(
 @pytest.mark.usefixtures("no_root")
 def test_the_first_edit_is_kept_where_no_folder_can_be_made(tmp_path: Path) -> None:
     with read_only(tmp_path):
-        found = KeptRuns(tmp_path / "out")
+        kept_runs = KeptRuns(tmp_path / "out")
         with pytest.raises(StoreError, match="the folder is not writable"):
-            found.save("# one\n")
-        assert (found.text, found.version) == ("# one\n", 1)
-    found.flush()
-    found.close()
+            kept_runs.save("# one\n")
+        assert (kept_runs.text, kept_runs.version) == ("# one\n", 1)
+    kept_runs.flush()
+    kept_runs.close()
     assert KeptRuns(tmp_path / "out").text == "# one\n"
 
 
 def test_a_folder_that_was_removed_is_written_again_without_an_edit(tmp_path: Path) -> None:
-    found = KeptRuns(tmp_path / "out")
-    found.save("# one\n")
-    found.add(run(1))
+    kept_runs = KeptRuns(tmp_path / "out")
+    kept_runs.save("# one\n")
+    kept_runs.add(run(1))
     shutil.rmtree(tmp_path / "out")
-    found.flush()
+    kept_runs.flush()
     with pytest.raises(Busy):
         KeptRuns(tmp_path / "out")
-    found.close()
+    kept_runs.close()
     again = KeptRuns(tmp_path / "out")
-    assert (again.text, [each.id for each in again.runs]) == ("# one\n", [1])
+    assert (again.text, [entry.id for entry in again.runs]) == ("# one\n", [1])
 
 
 # ---- a studio that is killed
@@ -200,12 +200,12 @@ def test_what_ran_is_known_to_the_next_studio(tmp_path: Path) -> None:
     first.began("try", "the merge")
     first.began("merge", "merged")
     first.ended("try")
-    left = first.folder / "tune-abc"
-    left.mkdir()
+    leftover = first.folder / "tune-abc"
+    leftover.mkdir()
     first.close()
     second = KeptRuns(tmp_path)
     assert second.interrupted == {"merge": "merged"}
-    assert not left.exists()
+    assert not leftover.exists()
     second.began("sweep", "density")
     second.ended("sweep")
     second.close()

@@ -43,8 +43,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def studio(root: Path, request: pytest.FixtureRequest) -> Iterator[Studio]:
     """A studio of its own for each test, as each has one recipe."""
     out = re.sub(r"\W+", "-", request.node.name)[-60:].strip("-")
-    with serving(root, out=f"out/{out}") as found:
-        yield found
+    with serving(root, out=f"out/{out}") as served:
+        yield served
 
 
 def out_of(root: Path, request: pytest.FixtureRequest) -> Path:
@@ -105,8 +105,8 @@ def test_choose_mix_preview_merge_try_save(
         visit.step("result")
         visit.previewed()
         visit.has("#shown", "away from its base")
-        found = weightsmith.preview(_absolute(visit.recipe, root), progress=False)
-        assert f"{found.total.models[0].survives:.1%} survives" in page.inner_text("#shown")  # type: ignore[union-attr]
+        previewed = weightsmith.preview(_absolute(visit.recipe, root), progress=False)
+        assert f"{previewed.total.models[0].survives:.1%} survives" in page.inner_text("#shown")  # type: ignore[union-attr]
         cell = page.locator("#shown figure.heat td[class]").first
         cell.click()
         assert "layer" in page.locator("#shown figure.heat .said").first.inner_text()
@@ -120,8 +120,8 @@ def test_choose_mix_preview_merge_try_save(
         page.fill("#name", "mine")
         page.click("#merge")
         visit.has("#progress", "Done")
-        made = out_of(root, request) / "mine"
-        assert (made / "recipe.yml").read_text() == exported
+        out_folder = out_of(root, request) / "mine"
+        assert (out_folder / "recipe.yml").read_text() == exported
         visit.step("result")
         page.frame_locator("#frame iframe").locator("h1", has_text="mine").wait_for()
         page.click("#tab-try")
@@ -225,7 +225,7 @@ def test_a_search_from_the_page_and_its_recipe_loaded(browser: Any, studio: Stud
 def test_a_model_of_the_hub_is_checked_previewed_and_merged(browser: Any, root: Path, tmp_path: Path) -> None:
     """No byte of it is asked for before its name is typed; a preview reads ranges, a merge downloads."""
     files = {name: {file.name: file.read_bytes() for file in (root / "models" / name).iterdir()} for name in ("fr", "de")}
-    with serve({(f"org/{name}", COMMIT): own for name, own in files.items()}) as hub:
+    with serve({(f"org/{name}", COMMIT): contents for name, contents in files.items()}) as hub:
         with serving(root, out="out/hub", hub=hub.environment(tmp_path)) as studio, Visit(browser, studio.address) as visit:
             page = visit.page
             visit.choose(BASE, "use as base")
@@ -244,8 +244,8 @@ def test_a_model_of_the_hub_is_checked_previewed_and_merged(browser: Any, root: 
             visit.previewed()
             visit.has("#shown", "away from its base")
             assert "model.safetensors" not in hub.whole()
-            found = weightsmith.preview(_absolute(visit.recipe.replace("org/fr", FR), root), progress=False)
-            assert f"{found.total.models[0].survives:.1%} survives" in page.inner_text("#shown")  # type: ignore[union-attr]
+            previewed = weightsmith.preview(_absolute(visit.recipe.replace("org/fr", FR), root), progress=False)
+            assert f"{previewed.total.models[0].survives:.1%} survives" in page.inner_text("#shown")  # type: ignore[union-attr]
             page.click("#merge")
             visit.has("#progress", "Done")
             assert "model.safetensors" in hub.whole()
@@ -330,10 +330,10 @@ def test_fifty_edits_over_a_slow_link(
         if seed == 0:
             visit.page.click("#merge")
             visit.has("#progress", "Done")
-            made = out_of(root, request) / "merged"
-            assert (made / "recipe.yml").read_text() == visit.recipe
+            out_folder = out_of(root, request) / "merged"
+            assert (out_folder / "recipe.yml").read_text() == visit.recipe
             again = weightsmith.merge(_absolute(visit.recipe, root), out_of(root, request) / "again", progress=False)
-            assert (made / "model.safetensors").read_bytes() == (Path(str(again.out)) / "model.safetensors").read_bytes()
+            assert (out_folder / "model.safetensors").read_bytes() == (Path(str(again.out)) / "model.safetensors").read_bytes()
         visit.fine()
 
 
@@ -353,7 +353,7 @@ def test_a_button_that_is_pressed_twice_over_a_slow_link_moves_once(browser: Any
         visit.saved()
         visit.page.get_by_label("slice 1: remove").dblclick()
         visit.saved()
-        assert [each["sources"][0]["layer_range"][0] for each in yaml.safe_load(visit.recipe)["slices"]] == [1, 2, 3]
+        assert [entry["sources"][0]["layer_range"][0] for entry in yaml.safe_load(visit.recipe)["slices"]] == [1, 2, 3]
 
 
 def test_a_reload_keeps_edits_that_were_under_way(browser: Any, studio: Studio) -> None:
@@ -411,9 +411,9 @@ def test_a_tab_that_is_duplicated_edits_for_itself(browser: Any, studio: Studio)
         other.reload()
         for tab, weight in ((other, 0.99), (visit.page, 0.98), (other, 0.97)):
             tab.get_by_label(f"weight of {DE}", exact=True).press("ArrowLeft")
-            for each in (visit.page, other):
-                visit.until(f"document.querySelector('[aria-label=\"weight of {DE}, exactly\"]').value === '{weight}'", each)
-                visit.saved(each)
+            for page in (visit.page, other):
+                visit.until(f"document.querySelector('[aria-label=\"weight of {DE}, exactly\"]').value === '{weight}'", page)
+                visit.saved(page)
         assert values_written(visit.recipe)[DE, "weight"] == 0.97
         _agree(visit)
 
@@ -596,8 +596,12 @@ def _axe(page: Any) -> list[str]:
     from axe_playwright_python.base import AXE_FILE_PATH
 
     page.evaluate(Path(AXE_FILE_PATH).read_text())
-    found = page.evaluate(AXE)
-    return [f"{each['id']}: {node['target']} {node['failureSummary'][:300]}" for each in found for node in each["nodes"][:3]]
+    violations = page.evaluate(AXE)
+    return [
+        f"{violation['id']}: {node['target']} {node['failureSummary'][:300]}"
+        for violation in violations
+        for node in violation["nodes"][:3]
+    ]
 
 
 SMALL = """[...document.querySelectorAll("button, select, input, summary, .ws-hit")].filter(each => each.checkVisibility())

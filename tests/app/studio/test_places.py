@@ -22,9 +22,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def problem(places: Places, name: str) -> str:
-    found = parse_reference(name, "r.yml:1:1")
-    assert isinstance(found, ModelRef)
-    error = places.check(found)
+    ref = parse_reference(name, "r.yml:1:1")
+    assert isinstance(ref, ModelRef)
+    error = places.check(ref)
     return "" if error is None else error.finding.what
 
 
@@ -48,7 +48,7 @@ def test_results_have_a_folder_of_their_own_that_the_first_one_creates(tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["models"]
     assert places.holds(places.target("merged"))
     model(tmp_path / "results" / "merged")
-    assert [found.ref for found in places.models()] == ["./results/merged"]
+    assert [model.ref for model in places.models()] == ["./results/merged"]
 
 
 def test_a_folder_of_results_that_cannot_be(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_names_start_at_the_current_folder(root: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(root)
     assert reference(root / "models" / "base") == "./models/base"
     places = Places.of(["models"])
-    assert [found.ref for found in places.models()][1] == "./models/base"
+    assert [model.ref for model in places.models()][1] == "./models/base"
     assert problem(places, "./models/base") == problem(places, "models/fr") == ""
     assert places.on_base(["./models/adapters/py", "./models/fr"], "./b") == ["./b+./models/adapters/py", "./models/fr"]
     assert places.on_base(["./old+./models/adapters/py"], "./new") == ["./new+./models/adapters/py"]

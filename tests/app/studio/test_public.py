@@ -12,9 +12,9 @@ PUBLIC = ("weightsmith", "weightsmith.abc", "weightsmith.plugin", "weightsmith._
 
 def modules(tree: ast.AST) -> list[str]:
     """The modules of weightsmith that a file imports, at the top or in a function, for types too."""
-    found = [each.module or "" for each in ast.walk(tree) if isinstance(each, ast.ImportFrom)]
-    found += [name.name for each in ast.walk(tree) if isinstance(each, ast.Import) for name in each.names]
-    return [name for name in found if name.split(".")[0] == "weightsmith"]
+    imported = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    imported += [name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names]
+    return [name for name in imported if name.split(".")[0] == "weightsmith"]
 
 
 def test_the_studio_imports_public_names_only() -> None:
@@ -23,7 +23,9 @@ def test_the_studio_imports_public_names_only() -> None:
     imported = {(path.name, name) for path in files for name in modules(ast.parse(path.read_text("utf-8")))}
     assert ("tasks.py", "weightsmith.plugin") in imported
     private = [
-        each for each in sorted(imported) if not each[1].startswith(("weightsmith.abc.", PUBLIC[3])) and each[1] not in PUBLIC
+        module
+        for module in sorted(imported)
+        if not module[1].startswith(("weightsmith.abc.", PUBLIC[3])) and module[1] not in PUBLIC
     ]
     assert private == []
 

@@ -19,19 +19,19 @@ from weightsmith._app.studio.server import MAX_BYTES, Guard, Message, own_names
 LAN = "192.168.1.5:7860"
 
 
-def status(host: str, origin: str = "", served: str = "0.0.0.0", kind: str = "http", token: str = "", **more: str) -> int:
+def status(host: str, origin: str = "", served: str = "0.0.0.0", kind: str = "http", token: str = "", **options: str) -> int:
     """The status of the answer to a request. A socket is refused with 403, as its client sees it."""
-    given = {"host": host, "origin": origin, "content-type": "application/json", **more}
+    values = {"host": host, "origin": origin, "content-type": "application/json", **options}
     headers = [
         (name.replace("_", "-").encode(), value.encode())
-        for name, value in given.items()
+        for name, value in values.items()
         if value and name not in ("query", "method")
     ]
     scope = {
         "type": kind,
         "headers": headers,
-        "method": more.get("method", "POST"),
-        "query_string": more.get("query", "").encode(),
+        "method": options.get("method", "POST"),
+        "query_string": options.get("query", "").encode(),
     }
 
     async def app(scope: Message, receive: object, send: object) -> None:
@@ -110,8 +110,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def studio(root: Path) -> Iterator[Studio]:
-    with serving(root) as found:
-        yield found
+    with serving(root) as served:
+        yield served
 
 
 @pytest.mark.slow

@@ -52,25 +52,25 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def session(root: Path, tmp_path: Path) -> Iterator[Session]:
-    found = Session(Places.of([root], tmp_path / "out", hub=False))
-    yield found
-    found.close()
+    opened_session = Session(Places.of([root], tmp_path / "out", hub=False))
+    yield opened_session
+    opened_session.close()
 
 
 def until(what: Callable[[], Any]) -> Any:
     """What a function finds, as soon as it finds something."""
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:
-        if found := what():
-            return found
+        if value := what():
+            return value
         time.sleep(0.02)
     raise AssertionError("it did not happen")
 
 
 def write(session: Session, text: str) -> int:
     """Make a text the recipe; its version."""
-    found = session.edit("test", session.kept.taken.get("test", 0) + 1, [{"kind": "text", "base": session.text, "text": text}])
-    return int(found["version"])
+    answer = session.edit("test", session.kept.taken.get("test", 0) + 1, [{"kind": "text", "base": session.text, "text": text}])
+    return int(answer["version"])
 
 
 def followed(session: Session, name: str, version: int) -> Mapping[str, Any]:
@@ -80,15 +80,15 @@ def followed(session: Session, name: str, version: int) -> Mapping[str, Any]:
         value = session.board.get(name) or {}
         return value if value.get("version") == version and value.get("busy") in (None, 0) else None
 
-    found: Mapping[str, Any] = until(ready)
-    return found
+    state: Mapping[str, Any] = until(ready)
+    return state
 
 
 def finished(session: Session) -> Mapping[str, Any]:
     session.tasks.wait(SECONDS)
-    found: Mapping[str, Any] = session.board.get("task")
-    assert not found["running"]
-    return found
+    task: Mapping[str, Any] = session.board.get("task")
+    assert not task["running"]
+    return task
 
 
 class Tags(HTMLParser):
@@ -96,18 +96,18 @@ class Tags(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.names: list[str] = []
         self.attributes: list[str] = []
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append(tag)
+        self.names.append(tag)
         self.attributes += [name for name, _ in attrs]
 
 
 def harmless(text: str) -> bool:
     tags = Tags(text)
-    return "img" not in tags.found and "script" not in tags.found and not any(name.startswith("on") for name in tags.attributes)
+    return "img" not in tags.names and "script" not in tags.names and not any(name.startswith("on") for name in tags.attributes)
 
 
 # ---- the recipe
@@ -153,7 +153,7 @@ def test_a_disk_that_is_full_loses_no_edit(root: Path, session: Session, monkeyp
     write(session, recipe(root))
     with monkeypatch.context() as full:
 
-        def write_text(*given: object, **options: object) -> int:
+        def write_text(*args: object, **options: object) -> int:
             raise OSError(28, "No space left on device")
 
         full.setattr(Path, "write_text", write_text)
@@ -183,8 +183,8 @@ def test_a_folder_that_is_another_studios_refuses_the_edit(root: Path, session: 
 def test_a_change_that_fails_loses_no_other_of_its_request(root: Path, session: Session) -> None:
     text = recipe(root).replace("ties", "tiess")
     changes = [{"kind": "text", "base": "", "text": text}, {"kind": "base", "name": f"{root}/models/de"}]
-    found = session.edit("a", 1, [*changes, {"kind": "add", "name": f"{root}/secret"}, {"kind": "undo"}])
-    assert found["text"] == text.replace(f"base_model: {root}/models/base", f"base_model: {root}/models/de")
+    answer = session.edit("a", 1, [*changes, {"kind": "add", "name": f"{root}/secret"}, {"kind": "undo"}])
+    assert answer["text"] == text.replace(f"base_model: {root}/models/base", f"base_model: {root}/models/de")
     with pytest.raises(ParameterError):
         session.edit("a", 2, [{"kind": "undo"}, {"kind": "text", "base": "", "text": "x" * 300_000}])
     assert session.edit("a", 3, [{"kind": "undo"}])["text"] == text, "what was refused leaves undo as it was"
@@ -211,12 +211,14 @@ def test_problems_have_their_lines_and_a_correct_recipe_its_costs(root: Path, se
 
 def test_a_preview_has_the_numbers_of_the_command(root: Path, session: Session) -> None:
     shown = followed(session, "preview", write(session, recipe(root)))
-    found = preview(recipe(root), progress=False)
-    for kept, name in zip(found.total.models, found.names, strict=True):
+    previewed = preview(recipe(root), progress=False)
+    for kept, name in zip(previewed.total.models, previewed.names, strict=True):
         assert kept is not None
         assert f"<b>{kept.survives:.1%}</b> survives" in shown["html"]
         assert shown["survives"][name] == [
-            round(layer.models[found.names.index(name)].survives, 4) for layer in found.layers if layer.name[-1].isdigit()
+            round(layer.models[previewed.names.index(name)].survives, 4)
+            for layer in previewed.layers
+            if layer.name[-1].isdigit()
         ]  # type: ignore[union-attr]
     assert len(shown["charts"]) == 4
     for wrong in (recipe(root).replace("ties", "tise"), f"merge_method: linear\nmodels: [{{model: {root}/none}}]\n"):
@@ -230,9 +232,9 @@ def test_the_distance_is_torchs(root: Path, session: Session) -> None:
     text = recipe(root)
     session.start(write(session, text), "measured")
     assert session.work.wait(SECONDS).state == "done"
-    made, base = (open_checkpoint(path) for path in (session.places.out / "measured", root / "models" / "base"))
-    with made, base:
-        pairs = [(np.asarray(made[name], np.float64), np.asarray(base[name], np.float64)) for name in base]
+    measured, base = (open_checkpoint(path) for path in (session.places.out / "measured", root / "models" / "base"))
+    with measured, base:
+        pairs = [(np.asarray(measured[name], np.float64), np.asarray(base[name], np.float64)) for name in base]
     moved = sum(float(torch.tensor(a - b).square().sum()) for a, b in pairs) ** 0.5
     norm = sum(float(torch.tensor(b).square().sum()) for _, b in pairs) ** 0.5
     run = until(lambda: [run for run in session.kept.runs if run.kind == "merge"])[0]
@@ -258,10 +260,10 @@ def test_models_are_listed_with_what_they_are(root: Path, session: Session) -> N
 
 
 def test_every_method_is_in_a_family() -> None:
-    found = listed_methods()
-    assert {each["name"] for each in found} == set(NAMES)
-    assert {each["family"] for each in found} == set(FAMILIES)
-    known = {each["name"]: each["family"] for each in found}
+    listed = listed_methods()
+    assert {method["name"] for method in listed} == set(NAMES)
+    assert {method["family"] for method in listed} == set(FAMILIES)
+    known = {method["name"]: method["family"] for method in listed}
     assert known["consensus_ta"] == "sparse"  # it masks, whatever its title says
     assert (known["linear"], known["slerp"], known["ties"], known["tsv_m"], known["regmean"]) == (
         "average",
@@ -366,8 +368,8 @@ def test_a_sweep_previews_each_value(root: Path, session: Session) -> None:
     session.tasks.sweep(session.text, path, model, [0.1, 0.9], "", "")
     shown = finished(session)
     for value in (0.1, 0.9):
-        found = preview(recipe(root).replace("density: 0.5", f"density: {value}", 1), progress=False)
-        assert f"<b>{found.total.models[0].survives:.1%}</b>" in shown["html"]  # type: ignore[union-attr]
+        previewed = preview(recipe(root).replace("density: 0.5", f"density: {value}", 1), progress=False)
+        assert f"<b>{previewed.total.models[0].survives:.1%}</b>" in shown["html"]  # type: ignore[union-attr]
     assert session.text == recipe(root)
     for wrong, values in ((["models", 0, "model"], [0.1]), (path, []), (path, [float("nan")]), (path, [0.1] * (MAX_SWEEP + 1))):
         with pytest.raises(ParameterError):
@@ -401,11 +403,11 @@ def test_a_search_finds_what_the_command_finds(root: Path, session: Session) -> 
     (folder / "r.yml").write_text(recipe(root).replace("weight: 1.0", "weight: {tune: [0.0, 1.5]}", 1))
     ran = run_process("tune", "r.yml", "tuned.yml", "--text", "text.txt", "--budget", 4, "--json", cwd=folder)
     assert ran.code == 0, ran.err
-    found = json.loads(ran.out)
+    printed = json.loads(ran.out)
     assert (folder / "tuned.yml").read_text().endswith(run.recipe)
     page, report = session.kept.report(shown["report"]), (folder / "tuned.html").read_text()
     assert page is not None
-    scored = [trial for trial in found["trials"] if trial["losses"]]
+    scored = [trial for trial in printed["trials"] if trial["losses"]]
     assert shown["html"].count("<tr><td>") == len(scored) > 0
     for trial in scored:
         [loss] = trial["losses"]
@@ -426,19 +428,19 @@ def test_a_text_that_is_too_short_is_said_before_a_search(root: Path, session: S
     write(session, recipe(root))
     path, model = ["models", 0, "parameters", "weight"], f"{root}/models/fr"
     text = " ".join(f"word{i}" for i in range(30))
-    found = session.fit(text, 64)
-    assert 0 < found["rows"] < found["needed"] == 4
-    assert session.fit(text, found["shorter"])["rows"] >= 4
-    with pytest.raises(PageError, match=f"{found['rows']} rows? of 64 tokens, and 4 are needed") as short:
+    fit = session.fit(text, 64)
+    assert 0 < fit["rows"] < fit["needed"] == 4
+    assert session.fit(text, fit["shorter"])["rows"] >= 4
+    with pytest.raises(PageError, match=f"{fit['rows']} rows? of 64 tokens, and 4 are needed") as short:
         session.tasks.tune(session.text, [(path, model, 0.0, 1.5)], text, 4, 64)
-    assert (short.value.mend.control, short.value.mend.value) == ("tokens", str(found["shorter"]))
+    assert (short.value.mend.control, short.value.mend.value) == ("tokens", str(fit["shorter"]))
     with pytest.raises(PageError, match="are needed") as shortest:
         session.tasks.tune(session.text, [(path, model, 0.0, 1.5)], "word", 4)
     assert shortest.value.mend.control == "text"
     with pytest.raises(PageError, match="rows have from 2 to"):
         session.fit(text, 1)
     assert session.board.get("task") == {"running": False}, "nothing was started"
-    session.tasks.tune(session.text, [(path, model, 0.0, 1.5)], text, 2, found["shorter"])
+    session.tasks.tune(session.text, [(path, model, 0.0, 1.5)], text, 2, fit["shorter"])
     assert finished(session)["report"]
 
 
@@ -553,15 +555,17 @@ def test_hostile_names_stay_text(root: Path, session: Session) -> None:
     plan: Any = type("P", (), {"recipe": HOSTILE})()
     requests: Any = {"opening": OpeningEstimate(0, 0), "upload": UploadEstimate(0, 0, 0, 0, 0)}
     summary = Summary(1, False, *(1,) * 7, memory=Memory(1, 1, 1), transfer=TransferEstimate(0, 0, 0, 0), **requests)
-    found = Preview(HOSTILE, HOSTILE, (HOSTILE,), 1, 10, (group,), (group,), group, (), (), (), plan, summary)
+    previewed = Preview(HOSTILE, HOSTILE, (HOSTILE,), 1, 10, (group,), (group,), group, (), (), (), plan, summary)
     run = StudioRun(1, "try", 1.0, HOSTILE, HOSTILE, numbers={HOSTILE: HOSTILE})
     sample = show.Sample(HOSTILE, HOSTILE, 2.0)
     shown = [
         followed(session, "notes", write(session, text))["html"],
-        show.preview(found)[0],
+        show.preview(previewed)[0],
         show.samples([sample, show.Sample(HOSTILE, problem=HOSTILE)], HOSTILE),
         show.sweep(
-            HOSTILE, [show.Swept(0.5, found, sample), show.Swept(0.6, found, show.Sample(HOSTILE, problem=HOSTILE))], HOSTILE
+            HOSTILE,
+            [show.Swept(0.5, previewed, sample), show.Swept(0.6, previewed, show.Sample(HOSTILE, problem=HOSTILE))],
+            HOSTILE,
         ),
         show.two_runs(run, replace(run, recipe=f"{HOSTILE}\n{HOSTILE}")),
         show.error(ParameterError(HOSTILE, where=HOSTILE, details=[HOSTILE], fix=HOSTILE)),

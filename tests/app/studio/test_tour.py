@@ -269,7 +269,7 @@ def tries(tour: Tour) -> None:
     visit.until("document.querySelector('#tune .doing').textContent === ''")
     visit.until("document.querySelectorAll('#rows li[data-kind=tune]').length === 1")
     runs = json.loads((tour.out / ".studio/runs.json").read_text())
-    run = next(each for each in runs if each["kind"] == "tune")
+    run = next(run for run in runs if run["kind"] == "tune")
     page_of = (tour.out / f".studio/{run['id']}.html").read_text()
     for number in run["numbers"].values():
         assert number in page_of, "the list of runs and the report have one measure"

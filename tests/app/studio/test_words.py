@@ -22,23 +22,25 @@ SOURCE = Path(weightsmith.__file__).parent
 
 def _texts(node: ast.AST) -> Iterator[str]:
     """The texts that an expression may be; `7` in place of what is filled in."""
-    for each in ast.walk(node):
-        if isinstance(each, ast.JoinedStr):
-            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "7" for part in each.values)
-        elif isinstance(each, ast.Constant) and isinstance(each.value, str):
-            yield each.value
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "7" for part in inner.values)
+        elif isinstance(inner, ast.Constant) and isinstance(inner.value, str):
+            yield inner.value
 
 
 def _fixes() -> set[str]:
     """The next steps that the source names, in `fix=` and in variables of that name."""
-    found = set[str]()
+    texts = set[str]()
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.keyword) and node.arg == "fix":
-                found.update(_texts(node.value))
-            elif isinstance(node, ast.Assign) and any(isinstance(each, ast.Name) and each.id == "fix" for each in node.targets):
-                found.update(_texts(node.value))
-    return found
+                texts.update(_texts(node.value))
+            elif isinstance(node, ast.Assign) and any(
+                isinstance(target, ast.Name) and target.id == "fix" for target in node.targets
+            ):
+                texts.update(_texts(node.value))
+    return texts
 
 
 def test_every_next_step_is_one_that_the_page_has() -> None:
@@ -56,10 +58,10 @@ def test_options_in_messages_are_named_by_their_words() -> None:
     names = {name for record in option_records() for name in options_of(record)}
     assert len(names) > 50
     for name in names:
-        found = said(Finding(f"{named(name)} is wrong", where=named(name), details=(named(name),), fix=assignment(name, 7)))
-        for text in (found.finding.what, found.finding.where, *found.finding.details, found.finding.fix):
+        reworded = said(Finding(f"{named(name)} is wrong", where=named(name), details=(named(name),), fix=assignment(name, 7)))
+        for text in (reworded.finding.what, reworded.finding.where, *reworded.finding.details, reworded.finding.fix):
             assert "--" not in text, (name, text)
-        assert found.finding.what.endswith(" is wrong")
+        assert reworded.finding.what.endswith(" is wrong")
 
 
 def test_what_needs_no_change_has_none() -> None:
@@ -104,9 +106,9 @@ def test_a_model_that_cannot_be_tried_says_so_in_the_pages_words() -> None:
     def load() -> Judge:
         raise ParameterError("its rows are too long", fix=f"write shorter rows: {assignment('tokens', 128)}")
 
-    found = tasks._sample("./models/fr", load, tasks.Asked("The"))
-    assert "its rows are too long" in found.problem
-    assert "--" not in found.problem
+    sample = tasks._sample("./models/fr", load, tasks.Asked("The"))
+    assert "its rows are too long" in sample.problem
+    assert "--" not in sample.problem
 
 
 def test_all_problems_of_a_recipe_have_their_places() -> None:

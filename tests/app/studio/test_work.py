@@ -52,8 +52,8 @@ def test_cancelled_work_is_kept_and_resumed(root: Path, monkeypatch: pytest.Monk
         whole(self, reading)
         seen.append(work.status)
 
-    def one_at_a_time(*given: Any, **options: Any) -> Any:
-        return weightsmith.merge(*given, **options, threads=1)
+    def one_at_a_time(*args: Any, **options: Any) -> Any:
+        return weightsmith.merge(*args, **options, threads=1)
 
     monkeypatch.setattr(weightsmith._app.studio.work, "merge", one_at_a_time)
     monkeypatch.setattr(weightsmith._app.studio.work._Watching, "show", show_reading)
@@ -82,7 +82,7 @@ def _often(join: Any) -> Any:
 def test_a_second_merge_waits_for_the_first(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, ended = threading.Event(), threading.Event()
 
-    def merge(*given: Any, **options: Any) -> None:
+    def merge(*args: Any, **options: Any) -> None:
         begun.set()
         ended.wait(30)
         raise ValueError("no <b>merge</b>")

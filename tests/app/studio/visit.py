@@ -70,14 +70,14 @@ class Visit:
     def __enter__(self) -> Visit:
         return self
 
-    def __exit__(self, *given: object) -> None:
+    def __exit__(self, *args: object) -> None:
         self.context.close()
 
     @property
     def heard(self) -> str:
         """The start of the studio that the page heard last: each has an id of its own."""
-        found: str = self.page.evaluate("window.heard ?? ''")
-        return found
+        text: str = self.page.evaluate("window.heard ?? ''")
+        return text
 
     def step(self, name: str) -> None:
         """On a phone the three panes are three steps."""
@@ -103,8 +103,8 @@ class Visit:
 
     @property
     def recipe(self) -> str:
-        found: str = self.page.input_value("#text")
-        return found
+        text: str = self.page.input_value("#text")
+        return text
 
     def saved(self, page: Any = None) -> None:
         """Wait until the server has every edit, and the page shows what it has."""
@@ -136,16 +136,16 @@ class Visit:
 
 def values_shown(page: Any) -> dict[tuple[str, str], Any]:
     """What the controls show, by model and name: a number; those of a curve; those of parts."""
-    found = page.evaluate(VALUES)
-    return {(model, name): value for model, name, value in found}
+    values = page.evaluate(VALUES)
+    return {(model, name): value for model, name, value in values}
 
 
 def values_written(text: str) -> dict[tuple[str, str], Any]:
     """What a recipe says, in the same form."""
     recipe = yaml.safe_load(text)
-    found = {}
+    by_model = {}
     for entry in recipe["models"]:
         for name, value in (entry.get("parameters") or {}).items():
             parts = isinstance(value, list) and isinstance(value[0], dict)
-            found[entry["model"], name] = [each["value"] for each in value] if parts else value
-    return found
+            by_model[entry["model"], name] = [item["value"] for item in value] if parts else value
+    return by_model

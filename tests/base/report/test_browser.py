@@ -106,8 +106,8 @@ def test_tables_are_searched_sorted_and_saved(browser: Any, report: Path) -> Non
         rows = "#tensors-4 tbody tr"
         assert page.locator(rows).count() == len(LAYERS) * len(PARTS)
         page.fill("#tensors-4 input", "2")
-        wanted = [f"{i}.{part}" for i in LAYERS for part in PARTS if "2" in f"{i}.{part}"]
-        assert page.locator("#tensors-4 .status").inner_text() == f"{len(wanted)} of 90 rows"
+        matching = [f"{i}.{part}" for i in LAYERS for part in PARTS if "2" in f"{i}.{part}"]
+        assert page.locator("#tensors-4 .status").inner_text() == f"{len(matching)} of 90 rows"
         page.locator("#tensors-4 thead button").nth(1).click()
         assert page.locator(rows).first.inner_text().startswith("29.")
         with page.expect_download() as saved:
@@ -147,13 +147,13 @@ def test_ten_thousand_rows_scroll_and_few_are_in_the_document(browser: Any, tmp_
 
 def test_experts_unfold_and_their_cells_have_values(browser: Any, tmp_path: Path) -> None:
     fold = Fold("mlp.experts.up", ("expert 0", "expert 7"), ((0.1, Mark.NAN), (0.3, 0.4)))
-    found = HeatMap(
+    chart = HeatMap(
         "M", ("mlp.experts.up", "mlp.gate"), ("0", "1"), ((0.2, 0.4), (0.1, 0.2)), "share", detail="tensors", folds=(fold,)
     )
     rows = tuple((f"{i}.mlp.experts.{e}.up.weight",) for i in range(2) for e in (0, 7))
     places = tuple((str(i), "mlp.experts.up") for i in range(2) for _ in range(2))
     table = Table("Tensors", (Column("tensor"),), rows, name="tensors", places=places)
-    with opened(browser, Report("t", ("v",), (found, table)).write(tmp_path / "r.html")) as page:
+    with opened(browser, Report("t", ("v",), (chart, table)).write(tmp_path / "r.html")) as page:
         page.locator("button.fold").click()
         assert page.locator("tr.inner th").all_inner_texts() == ["expert 0", "expert 7"]
         assert page.locator("tr.inner td").nth(1).get_attribute("class") == "m-nan"

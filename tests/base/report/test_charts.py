@@ -84,8 +84,8 @@ def a_map(*cells: tuple[str, float | Mark | None], scale: Scale = "linear") -> H
 
 def test_marks_have_patterns_and_words_of_their_own_and_a_legend() -> None:
     """Each is told from the others, and from numbers: without colour, by a screen reader, in a table, in CSV."""
-    found = a_map(("number", 0.5), ("absent", None), *((mark.name, mark) for mark in Mark))
-    text, table, scale = heat_map(found), grid(found, 0), legend([found])
+    chart = a_map(("number", 0.5), ("absent", None), *((mark.name, mark) for mark in Mark))
+    text, table, scale = heat_map(chart), grid(chart, 0), legend([chart])
     for words in ([m.symbol for m in Mark], [m.word for m in Mark], [m.meaning for m in Mark], [m.key for m in Mark]):
         assert len(set(words)) == len(Mark)
     shapes = [re.sub(r'(stroke|fill)="#[0-9a-f]+"', "", PATTERNS[mark]) for mark in Mark]
@@ -108,26 +108,26 @@ def test_marks_have_patterns_and_words_of_their_own_and_a_legend() -> None:
 def test_the_patterns_of_a_page_differ_without_their_colours() -> None:
     text = to_html(Report("", (), ()))
     rules = {mark: re.search(rf"\.m-{mark.key} {{ background: ([^}}]+)}}", text) for mark in Mark}
-    shapes = {re.sub(r"var\(--(k|bad)\)", "", found[1]) for found in rules.values() if found}
+    shapes = {re.sub(r"var\(--(k|bad)\)", "", rule[1]) for rule in rules.values() if rule}
     assert len(shapes) == len(Mark)
 
 
 def test_a_mark_is_no_end_of_the_scale() -> None:
-    found = a_map(("1", 0.2), ("2", Mark.INFINITE), ("3", Mark.SAME), ("4", 0.4), scale="log")
-    text = heat_map(found)
+    chart = a_map(("1", 0.2), ("2", Mark.INFINITE), ("3", Mark.SAME), ("4", 0.4), scale="log")
+    text = heat_map(chart)
     assert "20.0% to 40.0% (logarithmic)" in text
     assert "from 20.0% (layer 1, up) to 40.0% (layer 4, up)" in text
     fills = re.findall(r'fill="(#[0-9a-f]{6})"><title>', text)
     assert fills == [colour(0, "log"), colour(STEPS - 1, "log")]
-    assert re.findall(r"<td class=(\S+?)>", grid(found, 0)) == ["s0", "m-inf", "m-unchanged", "s24"]
+    assert re.findall(r"<td class=(\S+?)>", grid(chart, 0)) == ["s0", "m-inf", "m-unchanged", "s24"]
 
 
 def test_no_cell_where_nothing_is() -> None:
-    found = HeatMap("Moved", ("q", "up"), ("0", "1"), ((0.5, 0.001), (None, 0.25)), "share")
-    text = heat_map(found)
+    chart = HeatMap("Moved", ("q", "up"), ("0", "1"), ((0.5, 0.001), (None, 0.25)), "share")
+    text = heat_map(chart)
     assert 'aria-label="Moved: from 0.100% (layer 1, q) to 50.0% (layer 0, q)"' in text
     assert text.count("<title>") == 3
-    assert grid(found, 0).count("<td></td>") == 1
+    assert grid(chart, 0).count("<td></td>") == 1
 
 
 # ---- several maps
@@ -136,16 +136,16 @@ def test_no_cell_where_nothing_is() -> None:
 def test_maps_of_several_stacks_have_one_scale_and_draw_it() -> None:
     places = [LayerPlace(stack, i, "up") for stack in ("text.", "vision.") for i in range(2)]
     values = dict(zip(places, (0.1, 0.2, 0.7, 0.9), strict=True))
-    found = heat_maps("Moved", [(p, values[p]) for p in places], lambda own: own[0], "share", "about")
-    assert [one.span for one in found] == [(0.1, 0.9)] * 2
-    assert all("10.0% to 90.0%" in heat_map(one) for one in found)
-    nothing = heat_maps("Moved", [(p, Mark.SAME) for p in places], lambda own: own[0], "share", "about")
+    charts = heat_maps("Moved", [(p, values[p]) for p in places], lambda values: values[0], "share", "about")
+    assert [one.span for one in charts] == [(0.1, 0.9)] * 2
+    assert all("10.0% to 90.0%" in heat_map(one) for one in charts)
+    nothing = heat_maps("Moved", [(p, Mark.SAME) for p in places], lambda values: values[0], "share", "about")
     assert nothing == []
 
 
 def test_maps_that_are_compared_draw_their_scale_once() -> None:
-    own = [HeatMap(f"of {name}", ("up",), ("0",), ((0.5,),), "share", span=(0.0, 1.0), group="All") for name in "ABC"]
-    text = to_html(Report("", (), tuple(own)))
+    charts = [HeatMap(f"of {name}", ("up",), ("0",), ((0.5,),), "share", span=(0.0, 1.0), group="All") for name in "ABC"]
+    text = to_html(Report("", (), tuple(charts)))
     assert text.count('class="bar"') == 1
     assert text.count("<h2>All</h2>") == 1
     assert [f"<figcaption>of {name}</figcaption>" in text for name in "ABC"] == [True] * 3
@@ -158,20 +158,22 @@ def test_experts_are_one_row_that_unfolds() -> None:
 
     items = [(LayerPlace("layers.", layer, "mlp.experts.up"), Tensor(layer, e)) for layer in range(2) for e in (10, 2, 0)]
     router = [(LayerPlace("layers.", layer, "mlp.gate"), Tensor(layer, 0)) for layer in range(2)]
-    (found,) = heat_maps("M", items + router, lambda own: max(t.share for t in own), "number", "", name=lambda t: t.name)
-    assert (found.rows, found.columns, found.prefix) == (("mlp.experts.up", "mlp.gate"), ("0", "1"), "layers.")
-    assert found.values[0] == (10.0, 20.0)
-    (fold,) = found.folds
+    (chart,) = heat_maps(
+        "M", items + router, lambda tensors: max(t.share for t in tensors), "number", "", name=lambda t: t.name
+    )
+    assert (chart.rows, chart.columns, chart.prefix) == (("mlp.experts.up", "mlp.gate"), ("0", "1"), "layers.")
+    assert chart.values[0] == (10.0, 20.0)
+    (fold,) = chart.folds
     assert (fold.row, fold.rows) == ("mlp.experts.up", ("expert 0", "expert 2", "expert 10"))
     assert fold.values == ((0.0, 10.0), (2.0, 12.0), (10.0, 20.0))
-    assert grid(found, 0).count('class="fold"') == 1
-    assert found.to_json()["folds"][0]["values"][2] == [10, 20]
+    assert grid(chart, 0).count('class="fold"') == 1
+    assert chart.to_json()["folds"][0]["values"][2] == [10, 20]
 
 
 def test_the_json_of_charts_is_strict_and_has_words_for_marks() -> None:
     cells = ((0.123456789, math.nan, math.inf), (None, Mark.SAME, Mark.BOTH))
-    found = HeatMap("M", ("a", "b"), ("0", "1", "2"), cells, "share", scale="log", prefix="l.")
-    data = json.loads(json.dumps(found.to_json(), allow_nan=False))
+    chart = HeatMap("M", ("a", "b"), ("0", "1", "2"), cells, "share", scale="log", prefix="l.")
+    data = json.loads(json.dumps(chart.to_json(), allow_nan=False))
     assert data["values"] == [[0.123457, "undefined", "inf"], [None, "unchanged", "nan-inf"]]
     assert data["scale"] == {"kind": "log", "low": 0.123456789, "high": 0.123456789}
     lines = Curves("C", (("x", (1.0, None, math.nan)),), "layer", "y", first=3)

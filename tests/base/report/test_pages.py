@@ -55,13 +55,13 @@ class Elements(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.texts: list[tuple[str, str]] = []
         self.open: list[str] = []
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
+        self.tags.append((tag, dict(attrs)))
         if tag not in ("meta", "input"):
             self.open.append(tag)
 
@@ -72,21 +72,21 @@ class Elements(HTMLParser):
         self.texts.append((self.open[-1] if self.open else "", data))
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
+        self.tags.append((tag, dict(attrs)))
 
 
 def test_hostile_names_stay_text_and_nothing_is_loaded() -> None:
     text = to_html(a_page())
     elements = Elements(text)
     assert elements.open == []
-    assert {tag for tag, _ in elements.found}.isdisjoint({"img", "link", "iframe", "object", "base", "form"})
-    assert all(not key.startswith("on") and key != "src" for _, attributes in elements.found for key in attributes)
-    assert all((a.get("href") or "#").startswith("#") for _, a in elements.found)
+    assert {tag for tag, _ in elements.tags}.isdisjoint({"img", "link", "iframe", "object", "base", "form"})
+    assert all(not key.startswith("on") and key != "src" for _, attributes in elements.tags for key in attributes)
+    assert all((a.get("href") or "#").startswith("#") for _, a in elements.tags)
     assert "\x1b" not in text
     data = json.loads(next(text for tag, text in elements.texts if tag == "script"))
     assert data["models"]["A"] == printable(HOSTILE)
     assert data["charts"][0]["rows"][2] == printable(HOSTILE)
-    policy = next(a["content"] for _, a in elements.found if a.get("http-equiv") == "Content-Security-Policy")
+    policy = next(a["content"] for _, a in elements.tags if a.get("http-equiv") == "Content-Security-Policy")
     assert policy is not None
     assert policy.startswith("default-src 'none'")
 
@@ -139,11 +139,11 @@ def test_the_verdict_and_three_numbers_come_first_and_tables_are_folded() -> Non
 def test_columns_are_packed_and_come_back() -> None:
     names = [f"model.layers.{i}.mlp.{part}.weight" for i in range(30) for part in ("up", "down")]
     packed = _column(names, "text")
-    found, last = [], ""
+    unpacked, last = [], ""
     for kept, end in zip(packed["kept"], packed["ends"], strict=True):
         last = last[:kept] + end
-        found.append(last)
-    assert found == names
+        unpacked.append(last)
+    assert unpacked == names
     few = _column(["x", "y"] * 50, "text")
     assert [few["of"][i] for i in few["at"]] == ["x", "y"] * 50
     numbers = [0.123456789, math.nan, math.inf, None, Mark.SAME, 3]

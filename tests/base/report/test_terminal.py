@@ -50,8 +50,8 @@ def test_many_layers_go_on_below_and_nothing_is_wider_than_the_terminal(capsys: 
     lines = shown(Report("T", ("All.",), (a_map(126),)), capsys)
     maps = lines[: next(i for i, line in enumerate(lines) if " to █" in line)]
     assert max(map(len, maps)) <= 80
-    found = [line.strip() for line in lines if line.strip().startswith("layer")]
-    assert found == ["layer 0 to 39", "layer 40 to 79", "layer 80 to 119", "layer 120 to 125"]
+    headings = [line.strip() for line in lines if line.strip().startswith("layer")]
+    assert headings == ["layer 0 to 39", "layer 40 to 79", "layer 80 to 119", "layer 120 to 125"]
     assert sum(len(line.split()[1]) for line in lines if line.startswith("up ")) == 126
 
 

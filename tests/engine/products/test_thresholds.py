@@ -31,10 +31,10 @@ def make_models(folder: Path, dtype: Any, count: int = 2) -> list[dict[str, np.n
     return models
 
 
-def run(folder: Path, method: str, own: str, shared: str, **options: Any) -> dict[str, np.ndarray]:
+def run(folder: Path, method: str, parameters: str, shared: str, **options: Any) -> dict[str, np.ndarray]:
     recipe = (
         f"merge_method: {method}\nbase_model: {folder}/base\nmodels:\n"
-        + "".join(f"  - model: {folder}/{m}\n    parameters: {{{own}}}\n" for m in ("m1", "m2"))
+        + "".join(f"  - model: {folder}/{m}\n    parameters: {{{parameters}}}\n" for m in ("m1", "m2"))
         + f"parameters: {{{shared}}}\ndtype: float32\n"
     )
     out = folder / f"out{len(list(folder.iterdir()))}"
@@ -103,9 +103,9 @@ def test_a_sample_that_misleads_costs_passes_and_nothing_else(tmp_path: Path, mo
 @pytest.mark.slow
 def test_the_same_bytes_for_any_memory_and_threads(tmp_path: Path) -> None:
     make_models(tmp_path, ml_dtypes.bfloat16)
-    own, shared = "weight: 1, density: 0.2", "scope: model"
-    first = run(tmp_path, "ties", own, shared, threads=1)
-    again = run(tmp_path, "ties", own, shared, threads=3, max_memory_bytes=220 << 20)
+    parameters, shared = "weight: 1, density: 0.2", "scope: model"
+    first = run(tmp_path, "ties", parameters, shared, threads=1)
+    again = run(tmp_path, "ties", parameters, shared, threads=3, max_memory_bytes=220 << 20)
     for name in SHAPES:
         assert first[name].tobytes() == again[name].tobytes()
 
@@ -124,14 +124,14 @@ def test_ramplus_counts_over_the_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "own", "shared", "surveys"),
+    ("method", "parameters", "shared", "surveys"),
     [
         ("ties", "weight: 1, density: 0.2", "scope: model", 1),
         ("ties", "weight: 1", "scope: row", 0),
         ("ramplus", "", "lambda: 1", 1),
     ],
 )
-def test_the_plan_says_what_the_survey_reads(method: str, own: str, shared: str, surveys: int, tmp_path: Path) -> None:
+def test_the_plan_says_what_the_survey_reads(method: str, parameters: str, shared: str, surveys: int, tmp_path: Path) -> None:
     from tests.plan_help import prepare
     from weightsmith._execution.options import RunOptions
     from weightsmith._execution.summary import summarise
@@ -139,7 +139,7 @@ def test_the_plan_says_what_the_survey_reads(method: str, own: str, shared: str,
     make_models(tmp_path, ml_dtypes.bfloat16)
     recipe = (
         f"merge_method: {method}\nbase_model: {tmp_path}/base\nmodels:\n"
-        + "".join(f"  - model: {tmp_path}/{m}\n    parameters: {{{own}}}\n" for m in ("m1", "m2"))
+        + "".join(f"  - model: {tmp_path}/{m}\n    parameters: {{{parameters}}}\n" for m in ("m1", "m2"))
         + f"parameters: {{{shared}}}\ndtype: bfloat16\n"
     )
     with prepare(recipe) as prepared:

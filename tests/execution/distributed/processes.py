@@ -40,12 +40,12 @@ except (EOFError, BrokenPipeError):  # the driver was killed
 """
 
 
-def environment(home: Path, given: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a machine with this home; given: what names the store."""
+def environment(home: Path, variables: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a machine with this home; variables: what names the store."""
     kernels = os.environ.get("NUMBA_CACHE_DIR") or str(Path.home() / ".cache" / "weightsmith")  # compiling takes a minute
     paths = [str(Path(weightsmith.__file__).parents[1]), str(Path(__file__).parents[3])]
-    own = {"HOME": str(home), "TMPDIR": str(home / "tmp"), "HF_HOME": str(home / "hf"), "PATH": os.environ["PATH"]}
-    return {**own, "NUMBA_CACHE_DIR": kernels, "PYTHONPATH": os.pathsep.join(paths), "SLOW": "0", **given}
+    base_variables = {"HOME": str(home), "TMPDIR": str(home / "tmp"), "HF_HOME": str(home / "hf"), "PATH": os.environ["PATH"]}
+    return {**base_variables, "NUMBA_CACHE_DIR": kernels, "PYTHONPATH": os.pathsep.join(paths), "SLOW": "0", **variables}
 
 
 class Processes(Answering):
@@ -61,10 +61,10 @@ class Processes(Answering):
 
     spare: ClassVar[list[tuple[Mapping[str, str], subprocess.Popen[bytes]]]] = []
 
-    def __init__(self, slots: int, root: Path, given: Mapping[str, str]) -> None:
+    def __init__(self, slots: int, root: Path, variables: Mapping[str, str]) -> None:
         super().__init__(slots)
         self.lost: list[Share] = []
-        self._root, self.given = root, {**given}
+        self._root, self.variables = root, {**variables}
         self._idle: list[subprocess.Popen[bytes]] = []
         self._all: list[subprocess.Popen[bytes]] = []
         self.running: dict[Share, subprocess.Popen[bytes]] = {}
@@ -80,8 +80,8 @@ class Processes(Answering):
         threading.Thread(target=self._ask, args=(process, share), daemon=True).start()
 
     def _new(self) -> subprocess.Popen[bytes]:
-        for i, (given, process) in enumerate(self.spare):
-            if given == self.given:
+        for i, (variables, process) in enumerate(self.spare):
+            if variables == self.variables:
                 self._all.append(self.spare.pop(i)[1])
                 return process
         # Beside the folder of the test, which is removed while another test uses the process.
@@ -91,7 +91,7 @@ class Processes(Answering):
             [sys.executable, "-c", WORK],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=environment(home, self.given),
+            env=environment(home, self.variables),
             cwd=home,
         )
         self._all.append(process)
@@ -121,7 +121,7 @@ class Processes(Answering):
         """End all processes but those that have nothing to do, which others may use."""
         for process in self._all:
             if process in self._idle:
-                self.spare.append(({**self.given}, process))
+                self.spare.append(({**self.variables}, process))
             else:
                 end(process)
 

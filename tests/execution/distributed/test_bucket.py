@@ -102,11 +102,11 @@ def stop_after(tensors: int) -> Callable[[weightsmith.Progress], None]:
     ids=["linear", "tensor", "model", "stack", "fp8"],
 )
 def test_the_objects_are_the_files_of_one_process(here: Path, memory: MemoryBucket, recipe: Any, options: Any) -> None:
-    wanted = alone(recipe, **options)
+    expected = alone(recipe, **options)
     workers = Threads(3)
     merged = merge(workers, recipe, **options)
-    assert memory.contents("models/out") == wanted
-    assert {*memory.objects} == {f"models/out/{name}" for name in wanted}, "nothing else is left"
+    assert memory.contents("models/out") == expected
+    assert {*memory.objects} == {f"models/out/{name}" for name in expected}, "nothing else is left"
     assert merged.resumed == 0
     sent = [key for key in memory.sent() if key.endswith(".safetensors")]
     assert len(sent) == len({*sent}) == len(merged.plan.layout.shards), "each file once"
@@ -235,8 +235,8 @@ def test_results_of_other_recipes_that_must_be_written_first_are_refused(here: P
 def test_products_are_made_by_one_worker_and_read_by_all_others(here: Path, memory: MemoryBucket) -> None:
     workers = Threads(3)
     merge(workers, MODEL_WIDE)
-    made = [key for key in memory.sent() if "/products/" in key]
-    assert len(made) == len({*made}) > 0
+    product_keys = [key for key in memory.sent() if "/products/" in key]
+    assert len(product_keys) == len({*product_keys}) > 0
     assert Counter(share.part for share in workers.started)[None] == 1
     assert workers.started[0].part is None, "all parts need it"
     assert memory.contents("models/out") == alone(MODEL_WIDE)
@@ -322,8 +322,8 @@ def test_a_worker_that_goes_on_after_another_run_has_taken_over_changes_nothing(
 
     with pytest.raises(StoreError, match="another run has taken the unfinished work"):
         merge(Threads(1, before))
-    for left in here.glob(".out*"):
-        shutil.rmtree(left)
+    for leftover in here.glob(".out*"):
+        shutil.rmtree(leftover)
     assert not [key for key in memory.objects if key.endswith((".safetensors", ".json"))]
 
 

@@ -118,9 +118,9 @@ def test_the_objects_are_the_files_of_one_process(here: Path, memory: MemoryBuck
     merged = finished(plan)
     assert merged.resumed == len(plan.steps)
     assert merged.written_bytes == 0
-    wanted = alone(recipe, **options)
-    assert memory.contents("models/out") == wanted
-    assert {*memory.objects} == {f"models/out/{name}" for name in wanted}, "nothing else is left"
+    expected = alone(recipe, **options)
+    assert memory.contents("models/out") == expected
+    assert {*memory.objects} == {f"models/out/{name}" for name in expected}, "nothing else is left"
     sent = [key for key in memory.sent() if key.endswith(".safetensors")]
     assert len(sent) == len({*sent}) == len(plan.layout.shards), "each file once"
     assert {path.name for path in here.glob("disk-*/.*")} == set()
@@ -184,7 +184,7 @@ def finished_parts(memory: MemoryBucket) -> set[str]:
 def test_a_part_that_ends_before_any_request(
     here: Path, memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch, elsewhere: Callable[[str], None], recipe: Any
 ) -> None:
-    plan, wanted = planned(recipe, max_shard_bytes=1_500_000), alone(recipe, max_shard_bytes=1_500_000)
+    plan, expected = planned(recipe, max_shard_bytes=1_500_000), alone(recipe, max_shard_bytes=1_500_000)
     killed, at, reached = Killed(memory, monkeypatch), 0, True
     while reached:
         at += 1
@@ -194,8 +194,8 @@ def test_a_part_that_ends_before_any_request(
         monkeypatch.setattr(bucket_parts, "is_running", lambda process: False)
         run(plan, (1, 2), "node-2" if at % 2 else "node-1")
         finished(plan)
-        assert memory.contents("models/out") == wanted, at
-        assert {*memory.objects} == {f"models/out/{name}" for name in wanted}, at
+        assert memory.contents("models/out") == expected, at
+        assert {*memory.objects} == {f"models/out/{name}" for name in expected}, at
         forget(here, memory)
     assert at > 15
 
@@ -205,7 +205,7 @@ def test_a_last_run_that_ends_before_any_request(
     here: Path, memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch, elsewhere: Callable[[str], None]
 ) -> None:
     """It goes on elsewhere, unless all is published."""
-    plan, wanted = planned(max_shard_bytes=1_500_000), alone(LINEAR, max_shard_bytes=1_500_000)
+    plan, expected = planned(max_shard_bytes=1_500_000), alone(LINEAR, max_shard_bytes=1_500_000)
     killed, at, reached = Killed(memory, monkeypatch), 0, True
     while reached:
         at += 1
@@ -219,7 +219,7 @@ def test_a_last_run_that_ends_before_any_request(
                 run(plan, None, "node-2" if at % 2 else "node-1")
             except OutputExists:
                 assert "models/out/weightsmith.json" in memory.objects, at
-        assert memory.contents("models/out") == wanted, at
+        assert memory.contents("models/out") == expected, at
         forget(here, memory)
     assert at > 20
 

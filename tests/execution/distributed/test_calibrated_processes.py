@@ -76,12 +76,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def quantise(out: str, case: str = "gptq", processes: int = 1, **more: Any) -> weightsmith.Merged:
+def quantise(out: str, case: str = "gptq", processes: int = 1, **overrides: Any) -> weightsmith.Merged:
     """A calibrated checkpoint, from one thread of each process."""
     format, settings = CASES[case]
     options = {"threads": processes, "processes": processes, "progress": False, "fsync": False, "check_loading": False}
     text = {"calibration": "text.txt", "calibration_rows": 4, "calibration_tokens": 24}
-    return weightsmith.quantize("model", out, format=format, **{**options, **text, **settings, **more})
+    return weightsmith.quantize("model", out, format=format, **{**options, **text, **settings, **overrides})
 
 
 def tasks() -> list[list[str]]:
@@ -143,9 +143,9 @@ def test_a_killed_command_is_resumed_with_any_number_of_processes(here: Path) ->
         assert time.monotonic() < until, "a process has stayed"
         time.sleep(0.05)
     quantise("out")
-    made, whole = files(here / "out"), files(here / "one")
-    assert made.keys() == whole.keys()
-    assert {name for name in made if made[name] != whole[name]} <= {"README.md", "weightsmith.json"}
+    written, whole = files(here / "out"), files(here / "one")
+    assert written.keys() == whole.keys()
+    assert {name for name in written if written[name] != whole[name]} <= {"README.md", "weightsmith.json"}
 
 
 def wait_until(holds: Callable[[], bool], process: subprocess.Popen[bytes], seconds: float = 120) -> None:
@@ -175,8 +175,8 @@ def test_the_leader_has_all_threads_while_it_runs_the_text(here: Path, monkeypat
 
 def test_a_plan_counts_the_memory_of_the_processes_that_help(here: Path) -> None:
     def promised(processes: int) -> int:
-        more = {"calibration": "text.txt", "calibration_rows": 4, "calibration_tokens": 24}
-        plan = weightsmith.plan_quantize("model", format="w4a16", check_loading=False, **more)
+        options = {"calibration": "text.txt", "calibration_rows": 4, "calibration_tokens": 24}
+        plan = weightsmith.plan_quantize("model", format="w4a16", check_loading=False, **options)
         return plan.summary(threads=2, processes=processes).memory.peak_bytes
 
     from weightsmith._execution import summary

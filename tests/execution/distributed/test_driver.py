@@ -54,8 +54,8 @@ def here(linked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cluster, "PART_BYTES", 1 << 20)
     yield tmp_path
-    for made in tmp_path.glob("*/lock"):
-        assert not is_held(made.parent)
+    for lock in tmp_path.glob("*/lock"):
+        assert not is_held(lock.parent)
 
 
 def merge(workers: Threads, recipe: Any = TIES, callbacks: Callbacks = NO_CALLBACKS, **options: Any) -> Merged:
@@ -380,7 +380,7 @@ def test_one_file_has_one_worker_and_the_others_are_said_to_have_no_work(here: P
         merged = execution.execute(prepared, "out", running, helpers=helpers)
         workers.join()
     assert len(workers.started) == 1
-    (warning,) = [each for each in merged.warnings if "had work" in each.what]
+    (warning,) = [warning for warning in merged.warnings if "had work" in warning.what]
     assert "1 worker of 3" in warning.what
     size = re.search(r"--max-shard-size (\d+)MB", warning.fix)
     assert size is not None

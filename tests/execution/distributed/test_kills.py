@@ -63,7 +63,7 @@ if any("import serve" in word for word in sys.orig_argv):
     on_ray._join = joined
 """
 """What writes the ports of a raylet's agents before they start: a raylet that waits for them for 15 s ends."""
-GONE_SECONDS = 30.0
+GONE_SECONDS = 300.0
 """After these, no process of a run is there."""
 IDLE_SECONDS = 120.0
 """Processes that use no processor for so long make no progress, on a busy machine too."""
@@ -151,8 +151,8 @@ def below(process: int) -> dict[int, str]:
             if fields[0] != "Z":
                 parents[int(folder.name)] = int(fields[1])
     tree = {process}
-    while more := {pid for pid, parent in parents.items() if parent in tree} - tree:
-        tree |= more
+    while children := {pid for pid, parent in parents.items() if parent in tree} - tree:
+        tree |= children
     words = dict[int, str]()
     for pid in sorted(tree & parents.keys()):
         with contextlib.suppress(OSError):
@@ -195,8 +195,8 @@ def kill_one(words: list[str], moment: random.Random, most_seconds: float) -> Ki
         os.kill(victim, signal.SIGKILL)
     wait(ran, tree)
     until = time.monotonic() + GONE_SECONDS
-    while left := [pid for pid, text in tree.items() if pid != ran.pid and is_there(pid, text)]:
-        assert time.monotonic() < until, [tree[pid] for pid in left]
+    while remaining := [pid for pid, text in tree.items() if pid != ran.pid and is_there(pid, text)]:
+        assert time.monotonic() < until, [tree[pid] for pid in remaining]
         time.sleep(0.1)
     what = "the command" if victim == ran.pid else alive[victim]
     return Kill(seconds, what, ran.returncode, Path("errors.txt").read_text(errors="replace"))
@@ -225,9 +225,9 @@ def check(kill: Kill, *, alone: bool = False) -> None:
 def resumed(*words: str) -> None:
     """The same command ends well, with the bytes of one process."""
     undisturbed(*words, slow=False)
-    made, whole = files(Path("out")), files(Path("whole"))
-    assert {name for name in made if made[name] != whole.get(name)} <= {"README.md"}
-    assert made.keys() == whole.keys()
+    written, whole = files(Path("out")), files(Path("whole"))
+    assert {name for name in written if written[name] != whole.get(name)} <= {"README.md"}
+    assert written.keys() == whole.keys()
 
 
 def duration(words: list[str]) -> float:

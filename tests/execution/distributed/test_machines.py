@@ -82,19 +82,19 @@ def machines(tmp_path: Path) -> Iterator[Callable[[Server], Processes]]:
     """Workers, and models that are in the bucket alone."""
     from tests.calibration_help import save_model
 
-    found: list[Processes] = []
+    started: list[Processes] = []
 
-    def made(server: Server) -> Processes:
+    def start(server: Server) -> Processes:
         for seed, name in enumerate(MODELS):
             for file in save_model(tmp_path / "made" / name, seed=seed).iterdir():
                 server.put(f"in/{name}/{file.name}", file.read_bytes())
                 file.unlink()
-        found.append(Processes(2, tmp_path, environment_of(server)))
-        return found[-1]
+        started.append(Processes(2, tmp_path, environment_of(server)))
+        return started[-1]
 
-    yield made
-    for each in found:
-        each.close()
+    yield start
+    for processes in started:
+        processes.close()
 
 
 def prepare(case: str, models: str) -> Prepared:
@@ -144,7 +144,7 @@ def test_each_other_kind_of_store(here: Path, server: Server, machines: Callable
 @pytest.mark.slow
 def test_a_machine_that_dies_half_way(here: Path, moto: Server, machines: Callable[[Server], Processes]) -> None:
     workers = machines(moto)
-    workers.given["SLOW"] = "0.3"
+    workers.variables["SLOW"] = "0.3"
     killed: list[int] = []
 
     def kill(now: weightsmith.Progress) -> None:
@@ -189,10 +189,10 @@ def test_a_driver_that_is_killed_and_run_again(
         first.wait()
     merged = merge("ties", models, out, workers if again == "workers" else None)
     assert merged.resumed > 0
-    found = moto.contents("x")
-    assert {name: data for name, data in found.items() if name.startswith("out/")} == {
+    contents = moto.contents("x")
+    assert {name: data for name, data in contents.items() if name.startswith("out/")} == {
         f"out/{name}": data for name, data in tree(here / "out").items()
     }
-    left = {name for name in found if not name.startswith("out/")}
-    assert left == set()
+    leftovers = {name for name in contents if not name.startswith("out/")}
+    assert leftovers == set()
     assert moto.uploads() == []

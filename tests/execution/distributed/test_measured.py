@@ -34,8 +34,8 @@ def calibrated(name: str) -> Prepared:
     folder = Path("model")
     if not folder.exists():
         save_model(folder)
-    more = {"bits": 4.1} if name == "exl2" else {"bits": None, "uniform": False}
-    return prepared_for(folder, settings(Path(), **more), name)
+    options = {"bits": 4.1} if name == "exl2" else {"bits": None, "uniform": False}
+    return prepared_for(folder, settings(Path(), **options), name)
 
 
 def extracted() -> Prepared:

@@ -76,7 +76,7 @@ def here(linked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def merge(out: str = "out", recipe: Any = TIES, processes: int = 2, **more: Any) -> weightsmith.Merged:
+def merge(out: str = "out", recipe: Any = TIES, processes: int = 2, **overrides: Any) -> weightsmith.Merged:
     """A merge with one thread for each process."""
     options = {
         "threads": processes,
@@ -86,7 +86,7 @@ def merge(out: str = "out", recipe: Any = TIES, processes: int = 2, **more: Any)
         "check_loading": False,
         "max_shard_bytes": SHARD,
     }
-    return weightsmith.merge(recipe, out, **{**options, **more})
+    return weightsmith.merge(recipe, out, **{**options, **overrides})
 
 
 @pytest.fixture
@@ -120,13 +120,13 @@ def test_the_bytes_are_those_of_one_process(here: Path, started: list[LocalWorke
 
 
 def test_a_run_that_cannot_be_divided_says_why(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def processes(recipe: Any = TIES, out: str = "out", **more: Any) -> int:
+    def processes(recipe: Any = TIES, out: str = "out", **options: Any) -> int:
         with prepare_any(recipe, RecipeOptions(max_shard_bytes=SHARD, check_loading=False), QuantizeSettings()) as prepared:
-            return check_processes(prepared, place_of(out), RunOptions(**{"threads": 32, "processes": 2, **more}))
+            return check_processes(prepared, place_of(out), RunOptions(**{"threads": 32, "processes": 2, **options}))
 
-    def refused(*arguments: Any, **more: Any) -> str:
+    def refused(*arguments: Any, **options: Any) -> str:
         with pytest.raises(ParameterError) as raised:
-            processes(*arguments, **more)
+            processes(*arguments, **options)
         assert "--processes" in raised.value.finding.fix
         assert raised.value.state == NOTHING_WRITTEN
         return raised.value.finding.what
@@ -162,7 +162,7 @@ def test_all_processes_start_before_the_first_has_read_a_long_order(here: Path, 
         workers.begin(order)
         for k in (1, 2, 3):
             workers.start(cluster.Share((k, 3)))
-        assert [each.process.poll() for each in workers._processes.values()] == [None] * 3  # none was waited for
+        assert [worker.process.poll() for worker in workers._processes.values()] == [None] * 3  # none was waited for
 
 
 @pytest.mark.slow
@@ -258,6 +258,15 @@ def test_a_plan_counts_the_matrices_and_torch_of_each_process(here: Path, monkey
     assert in_two == 2 * (1000 + summary.TORCH_BYTES)
     assert peak_bytes(1000, 1) - peak_bytes(0, 1) == 2 * 1000 + summary.TORCH_BYTES
     assert peak_bytes(0, 1) < peak_bytes(0)
+
+
+@pytest.mark.slow
+def test_a_program_that_changes_during_a_run_is_an_error_of_this_option(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "work_identity", lambda *_: "of the program before")
+    with pytest.raises(ParameterError, match="has changed since this run began") as raised:
+        merge()
+    assert raised.value.finding.where == "--processes (processes)"
+    assert raised.value.finding.fix == "Run the same command again."
 
 
 def no_process(error: BaseException) -> Callable[..., Any]:
@@ -379,9 +388,9 @@ def test_ctrl_c_and_kills_leave_no_process_and_work_that_is_resumed(here: Path, 
     out, text = second.communicate(timeout=120)
     assert second.returncode == 0, text
     assert "by an earlier run" in out
-    made, wanted = files(here / "out"), files(here / "one")
-    assert {name for name in made if made[name] != wanted[name]} <= {"README.md", "recipe.yml", "weightsmith.json"}
-    assert made.keys() == wanted.keys() | {"recipe.yml"}
+    written, expected = files(here / "out"), files(here / "one")
+    assert {name for name in written if written[name] != expected[name]} <= {"README.md", "recipe.yml", "weightsmith.json"}
+    assert written.keys() == expected.keys() | {"recipe.yml"}
 
 
 FORKED = """

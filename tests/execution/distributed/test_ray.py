@@ -70,30 +70,30 @@ def two_machines(folder: Path) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(paths))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        ray_cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
         try:
-            made.machines = [made.add_node(num_cpus=1) for _ in range(2)]
-            yield made
+            ray_cluster.machines = [ray_cluster.add_node(num_cpus=1) for _ in range(2)]
+            yield ray_cluster
         finally:
-            made.shutdown()
+            ray_cluster.shutdown()
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """`two_machines`, of which the last test kills one."""
-    with two_machines(tmp_path_factory.mktemp("slow")) as made:
-        yield made
+    with two_machines(tmp_path_factory.mktemp("slow")) as ray_cluster:
+        yield ray_cluster
 
 
 def processes_of(machine: Any, title: bytes) -> list[int]:
     """The processes of a machine of the cluster that do something: Ray puts it into their command lines."""
-    raylet, found = machine.all_processes["raylet"][0].process.pid, []
+    raylet, pids = machine.all_processes["raylet"][0].process.pid, []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
             if parent == raylet and (process / "cmdline").read_bytes().startswith(title):
-                found.append(int(process.name))
-    return found
+                pids.append(int(process.name))
+    return pids
 
 
 @pytest.fixture
@@ -201,11 +201,11 @@ def test_nobody_else_reaches_a_cluster_of_ours(here: Path) -> None:
         [sys.executable, "-c", LISTENING], env=environment, check=False, timeout=100, capture_output=True, text=True
     )
     assert ran.returncode == 0, ran.stderr
-    hosts, mode, ours, left, names = json.loads(ran.stdout.splitlines()[-1])
+    hosts, mode, ours, remained, names = json.loads(ran.stdout.splitlines()[-1])
     assert {"gcs_server", "raylet"} <= set(names)
     assert len(hosts) >= 3
     assert {host.removeprefix("::ffff:") for host in hosts} == {"127.0.0.1"}
-    assert (mode, ours, left) == ("0o700", True, False)
+    assert (mode, ours, remained) == ("0o700", True, False)
     assert not list((here / "home").rglob("*token*"))
 
 
@@ -267,9 +267,9 @@ def merge_while_one_dies(cluster: Any, out: str, monkeypatch: pytest.MonkeyPatch
     take = on_ray.WatchedWorkers.answers
 
     def answers(self: on_ray.WatchedWorkers, seconds: float) -> Any:
-        found = take(self, seconds)
-        lost.extend(answer.why for _, answer in found if isinstance(answer, on_ray.Lost))
-        return found
+        taken = take(self, seconds)
+        lost.extend(answer.why for _, answer in taken if isinstance(answer, on_ray.Lost))
+        return taken
 
     monkeypatch.setattr(on_ray.WatchedWorkers, "answers", answers)
 

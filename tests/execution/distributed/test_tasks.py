@@ -53,12 +53,12 @@ CASES: dict[str, tuple[str, str, Mapping[str, Any]]] = {
 
 
 def calibrated(case: str = "gptq") -> Prepared:
-    name, format, more = CASES[case]
+    name, format, options = CASES[case]
     folder = Path(f"model-{name}")
     if not folder.exists():
         save_model(folder, name)
     recipe = {"merge_method": "passthrough", "models": [{"model": str(folder)}]}
-    return prepare_any(recipe, RecipeOptions(quantize=format, max_shard_bytes=SHARD), settings(Path(), **more))
+    return prepare_any(recipe, RecipeOptions(quantize=format, max_shard_bytes=SHARD), settings(Path(), **options))
 
 
 @pytest.fixture
@@ -74,9 +74,9 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[str, ...]]]:
     noted: list[tuple[str, tuple[str, ...]]] = []
     plain, has_helpers = layer.quantise_task, TaskBoard.has_helpers
 
-    def note(task: Mapping[str, Any], *more: Any) -> Any:
+    def note(task: Mapping[str, Any], *args: Any) -> Any:
         time.sleep(0.1)
-        arrays = plain(task, *more)
+        arrays = plain(task, *args)
         noted.append((threading.current_thread().name, tuple(task["weights"])))
         return arrays
 
@@ -261,22 +261,22 @@ def test_arrays_of_equal_bytes_have_names_by_dtype_and_shape(tmp_path: Path) -> 
 
 
 def test_a_result_of_other_shapes_or_dtypes_is_made_again(tmp_path: Path) -> None:
-    board, made = TaskBoard(tmp_path / "tasks", tmp_path / "lock"), list[str]()
+    board, calls = TaskBoard(tmp_path / "tasks", tmp_path / "lock"), list[str]()
     spec = TensorSpec("x", DTYPES["F32"], (2, 3))
 
     def make() -> Any:
-        made.append("")
+        calls.append("")
         return [np.ones((2, 3), np.float32)]
 
     for other in ([np.ones((3, 2), np.float32)], [np.ones((2, 3), np.int32)], [], [np.ones((2, 3), np.float32)] * 2):
-        made.clear()
+        calls.clear()
         (tmp_path / "tasks" / "results" / "1").unlink(missing_ok=True)
         board.take("1", lambda other=other: other)
         for _ in range(2):
             arrays = board.take("1", make, [spec])
             assert arrays is not None
             assert [(array.dtype.name, array.shape) for array in arrays] == [("float32", (2, 3))]
-        assert len(made) == 1
+        assert len(calls) == 1
 
 
 @pytest.mark.parametrize("change", ["cut", "bit", "gone", "other"])

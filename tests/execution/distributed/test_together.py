@@ -206,11 +206,11 @@ def test_a_sparse_file_takes_no_memory_for_the_arrays_that_it_does_not_hold(tmp_
 
 
 def test_a_large_result_is_read_again(tmp_path: Path) -> None:
-    made = [np.arange(1 << 19), np.ones((3, 1 << 17), np.float32)]
-    assert SharedResults(tmp_path).take("1", lambda: made) is made
+    arrays = [np.arange(1 << 19), np.ones((3, 1 << 17), np.float32)]
+    assert SharedResults(tmp_path).take("1", lambda: arrays) is arrays
     kept = SharedResults(tmp_path).take("1", lambda: [])
     assert kept is not None
-    assert [array.tobytes() for array in kept] == [array.tobytes() for array in made]
+    assert [array.tobytes() for array in kept] == [array.tobytes() for array in arrays]
 
 
 def test_counts_that_are_longer_than_a_unit_are_not_read(here: Path) -> None:

@@ -120,19 +120,19 @@ def inputs_of(model: Any) -> dict[str, Any]:
     size = getattr(config, "image_size", 16)
     if config.model_type in ("clip", "siglip"):
         return {"input_ids": tokens, "pixel_values": torch.randn(1, 3, 16, 16)}
-    made = {
+    main_input = {
         "input_ids": lambda: tokens,
         "input_features": lambda: torch.randn(1, config.num_mel_bins, 2 * config.max_source_positions),
         "input_values": lambda: torch.randn(1, 4000),
         "pixel_values": lambda: torch.randn(1, 3, size, size),
     }[model.main_input_name]()
-    found = {model.main_input_name: made}
-    return found | ({"decoder_input_ids": tokens} if config.is_encoder_decoder else {})
+    inputs = {model.main_input_name: main_input}
+    return inputs | ({"decoder_input_ids": tokens} if config.is_encoder_decoder else {})
 
 
-def outputs_of(model: Any, given: dict[str, Any]) -> list[Any]:
+def outputs_of(model: Any, inputs: dict[str, Any]) -> list[Any]:
     """All tensors of floating numbers that it returns."""
     import torch
 
     with torch.no_grad():
-        return [value for value in model(**given).values() if isinstance(value, torch.Tensor) and value.is_floating_point()]
+        return [value for value in model(**inputs).values() if isinstance(value, torch.Tensor) and value.is_floating_point()]

@@ -132,13 +132,13 @@ def test_llama_cpp_computes_what_peft_does(case: str, models: Any, tmp_path: Pat
     merged = f"{model}+{tmp_path / 'adapter'}"
     weightsmith.quantize(merged, tmp_path / "merged", "gguf-f32", progress=False, fsync=False)
     with llama_cpp.Judge(tmp_path / "gguf/model.gguf") as judge:
-        plain, found = judge.logits(tokens), judge.logits(tokens, path)
+        plain, adapted = judge.logits(tokens), judge.logits(tokens, path)
     with llama_cpp.Judge(tmp_path / "merged/model.gguf") as judge:
         as_one = judge.logits(tokens)
     largest = np.abs(expected).max()
     assert np.abs(plain - expected).max() > 0.1 * largest  # the adapter does something
-    assert np.abs(found - expected).max() < 2e-3 * largest
-    assert np.abs(found - as_one).max() < 2e-3 * largest
+    assert np.abs(adapted - expected).max() < 2e-3 * largest
+    assert np.abs(adapted - as_one).max() < 2e-3 * largest
     of_gguf = converted(tmp_path / "adapter", tmp_path / "again", base=str(tmp_path / "gguf/model.gguf"))
     assert stored_bytes(of_gguf) == stored_bytes(path)  # the base may be a GGUF file, too
 
@@ -199,17 +199,17 @@ def baked(model: Path, lora: Path, out: Path) -> dict[str, np.ndarray]:
 def test_a_gguf_file_is_an_adapter_as_any_other(folder: bool, models: Any, tmp_path: Path) -> None:
     """Files of llama.cpp's converter lack the number of heads: the base has it."""
     path = of_llama_cpp(tmp_path / "a", THEIRS)
-    found = baked(models("llama"), tmp_path / "a" if folder else path, tmp_path / "out")
+    weights = baked(models("llama"), tmp_path / "a" if folder else path, tmp_path / "out")
     with weightsmith.open_checkpoint(models("llama")) as base:
         before = {name: base.read(name) for name in base.specs}
-    changed = {name for name in before if not np.array_equal(before[name], found[name])}
+    changed = {name for name in before if not np.array_equal(before[name], weights[name])}
     assert changed == {*(f"{module}.weight" for module in NAMES), "model.embed_tokens.weight"}
     for (module, name), part in zip(NAMES.items(), "qkv", strict=True):
         expected = before[f"{module}.weight"] + 2 * FACTORS[part] @ THEIRS[f"{name}.lora_a"]
-        np.testing.assert_allclose(found[f"{module}.weight"], expected, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(weights[f"{module}.weight"], expected, rtol=1e-5, atol=1e-5)
     embedding = 2 * THEIRS["token_embd.weight.lora_a"] @ THEIRS["token_embd.weight.lora_b"].T
     name = "model.embed_tokens.weight"
-    np.testing.assert_allclose(found[name], before[name] + embedding, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(weights[name], before[name] + embedding, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("alpha", [None, 0.0, 4.0])

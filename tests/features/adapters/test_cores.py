@@ -28,11 +28,11 @@ RANKS, ALPHAS = (4, 2, 3), (8.0, 3.0, 1.0)
 
 def three(folder: Path) -> tuple[Path, ...]:
     """Adapters of different ranks and scalings; the last has no factors of the second module."""
-    found = []
+    adapters = []
     for i, (rank, alpha) in enumerate(zip(RANKS, ALPHAS, strict=True)):
-        own = factors(Q, H, H, rank, seed=10 * i) | (factors(DOWN, H, INNER, rank, seed=10 * i + 3) if i < 2 else {})
-        found.append(adapter(folder / f"adapter {i}", own, r=rank, lora_alpha=alpha))
-    return tuple(found)
+        tensors = factors(Q, H, H, rank, seed=10 * i) | (factors(DOWN, H, INNER, rank, seed=10 * i + 3) if i < 2 else {})
+        adapters.append(adapter(folder / f"adapter {i}", tensors, r=rank, lora_alpha=alpha))
+    return tuple(adapters)
 
 
 # ---- Core Space, from the paper: Panariello et al. 2025, section 3
@@ -52,15 +52,15 @@ def ties(cores: Sequence[Array]) -> Array:
     sign = np.sign(sum(kept))
     agree = [np.where(np.sign(m) == sign, m, 0) for m in kept]
     count = sum((m != 0).astype(float) for m in agree)
-    found: Array = sum(agree) / np.maximum(count, 1)
-    return found
+    core: Array = sum(agree) / np.maximum(count, 1)
+    return core
 
 
 def dare(cores: Sequence[Array]) -> Array:
     """Yu et al. 2023: a random half, divided by the density, summed. The masks are this program's."""
     masks = [random_mask(random_key(0, i, Q), m.size, 0.5).reshape(m.shape) for i, m in enumerate(cores)]
-    found: Array = sum(np.where(mask, m, 0) / 0.5 for mask, m in zip(masks, cores, strict=True))
-    return found
+    core: Array = sum(np.where(mask, m, 0) / 0.5 for mask, m in zip(masks, cores, strict=True))
+    return core
 
 
 def dare_ties(cores: Sequence[Array]) -> Array:
@@ -68,17 +68,17 @@ def dare_ties(cores: Sequence[Array]) -> Array:
     masks = [random_mask(random_key(0, i, Q), m.size, 0.5).reshape(m.shape) for i, m in enumerate(cores)]
     kept = [np.where(mask, m, 0) / 0.5 for mask, m in zip(masks, cores, strict=True)]
     sign = np.sign(sum(kept))
-    found: Array = sum(np.where(np.sign(m) == sign, m, 0) for m in kept)
-    return found
+    core: Array = sum(np.where(np.sign(m) == sign, m, 0) for m in kept)
+    return core
 
 
 def tsv(cores: Sequence[Array]) -> Array:
     """Gargiulo et al. 2024: the k / n leading singular triples of each, as many as it has, made orthogonal together."""
-    found = []
+    parts = []
     for left, values, right in map(np.linalg.svd, cores):
         keep = min(len(values) // len(cores), int((values > 1e-9 * values[0]).sum()))
-        found.append((left[:, :keep], values[:keep], right[:keep].T))
-    u, s, v = (np.concatenate(each, -1) for each in zip(*found, strict=True))
+        parts.append((left[:, :keep], values[:keep], right[:keep].T))
+    u, s, v = (np.concatenate(matrices, -1) for matrices in zip(*parts, strict=True))
     (p, _, q), (x, _, y) = np.linalg.svd(u, full_matrices=False), np.linalg.svd(v, full_matrices=False)
     merged: Array = p @ q @ np.diag(s) @ (x @ y).T
     return merged
@@ -87,18 +87,18 @@ def tsv(cores: Sequence[Array]) -> Array:
 def iso(cores: Sequence[Array]) -> Array:
     """Marczak et al. 2025: the sum with its singular values all equal to their mean."""
     u, s, vt = np.linalg.svd(sum(cores))
-    found: Array = s.mean() * u @ vt
-    return found
+    core: Array = s.mean() * u @ vt
+    return core
 
 
 def mean(cores: Sequence[Array]) -> Array:
     """The weighted average."""
-    found: Array = (cores[0] + 0.7 * cores[1] - 0.4 * cores[2]) / 1.3
-    return found
+    core: Array = (cores[0] + 0.7 * cores[1] - 0.4 * cores[2]) / 1.3
+    return core
 
 
 @pytest.mark.parametrize(
-    ("method", "own", "shared", "formula"),
+    ("method", "per_model", "shared", "formula"),
     [
         ("linear", {}, {}, mean),
         ("ties", {"weight": 1.0, "density": 0.5}, {"normalize": True}, ties),
@@ -109,13 +109,13 @@ def mean(cores: Sequence[Array]) -> Array:
     ],
 )
 def test_core_space_is_the_paper_s(
-    method: str, own: dict[str, Any], shared: dict[str, Any], formula: Any, tmp_path: Path
+    method: str, per_model: dict[str, Any], shared: dict[str, Any], formula: Any, tmp_path: Path
 ) -> None:
     adapters, order = three(tmp_path), (2, 0, 1)
     u, v, cores = paper(order)
     for i, core in zip(order, cores, strict=True):
         np.testing.assert_allclose(u @ core @ v.T, delta(adapters[i], Q), atol=1e-12 * np.abs(core).max())
-    models = [{"model": str(adapters[i]), "parameters": {"weight": WEIGHTS[i], **own}} for i in order]
+    models = [{"model": str(adapters[i]), "parameters": {"weight": WEIGHTS[i], **per_model}} for i in order]
     what = {"merge_method": method, "models": models, "parameters": shared}
     want = u @ formula([cores[order.index(i)] for i in (0, 1, 2)] if method == "linear" else cores) @ v.T
     np.testing.assert_allclose(delta(merge(what, tmp_path / "out"), Q), want, atol=3e-6 * np.abs(want).max())
@@ -153,22 +153,22 @@ def of_models(adapters: Sequence[Path], method: str, shared: dict[str, Any], tmp
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["svc", "star", "resmerge", "tsv_m"])
 def test_methods_on_whole_matrices_that_give_what_they_give_of_models(method: str, tmp_path: Path) -> None:
-    found, want = of_models(three(tmp_path), method, {"directions": 4} if method == "tsv_m" else {}, tmp_path)
-    np.testing.assert_allclose(found, want, atol=3e-6 * np.abs(want).max())
+    actual, want = of_models(three(tmp_path), method, {"directions": 4} if method == "tsv_m" else {}, tmp_path)
+    np.testing.assert_allclose(actual, want, atol=3e-6 * np.abs(want).max())
 
 
 @pytest.mark.slow
 def test_iso_c_has_the_mean_of_the_small_matrix_and_tsv_m_its_share_of_the_rank(tmp_path: Path) -> None:
-    found, want = of_models(three(tmp_path), "iso_c", {}, tmp_path / "iso")
-    np.testing.assert_allclose(found, want * H / sum(RANKS), atol=3e-6 * np.abs(found).max())
-    found, want = of_models(three(tmp_path), "tsv_m", {}, tmp_path / "tsv")
-    assert np.linalg.norm(found - want) > 0.1 * np.linalg.norm(want)
+    actual, want = of_models(three(tmp_path), "iso_c", {}, tmp_path / "iso")
+    np.testing.assert_allclose(actual, want * H / sum(RANKS), atol=3e-6 * np.abs(actual).max())
+    actual, want = of_models(three(tmp_path), "tsv_m", {}, tmp_path / "tsv")
+    assert np.linalg.norm(actual - want) > 0.1 * np.linalg.norm(want)
 
 
 def test_small_factors_are_not_lost_beside_large_ones(tmp_path: Path) -> None:
     """The size of B alone says nothing: A may make up for it."""
-    own = {name: a * (1e-9 if "_B" in name else 1e9) for name, a in factors(Q, H, H, 2, seed=5).items()}
-    pair = (adapter(tmp_path / "one", factors(Q, H, H, 4)), adapter(tmp_path / "two", own, r=2))
+    tensors = {name: a * (1e-9 if "_B" in name else 1e9) for name, a in factors(Q, H, H, 2, seed=5).items()}
+    pair = (adapter(tmp_path / "one", factors(Q, H, H, 4)), adapter(tmp_path / "two", tensors, r=2))
     models = [{"model": str(p), "parameters": {"weight": 1.0}} for p in pair]
     out = merge({"merge_method": "task_arithmetic", "models": models}, tmp_path / "out")
     want = delta(pair[0], Q) + delta(pair[1], Q)
@@ -229,14 +229,14 @@ def parameters(method: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         name = method.removeprefix("peft_")
         return [{"weight": w} for w in WEIGHTS], {"density": 0.5} if combinations.PeftCombination(name).prunes() else {}
     known = {p.name: p for p in get(method).parameters}
-    own = [{"weight": weight} for weight in WEIGHTS] if "weight" in known else [{}, {}, {}]
-    return own, {name: value for name, value in VALUES.items() if name in known}
+    per_model = [{"weight": weight} for weight in WEIGHTS] if "weight" in known else [{}, {}, {}]
+    return per_model, {name: value for name, value in VALUES.items() if name in known}
 
 
 def merged(adapters: Sequence[Path], order: Sequence[int], method: str, space: str, out: Path) -> dict[str, Array]:
     """What the merge adds to each module."""
-    own, shared = parameters(method)
-    models = [{"model": str(adapters[i]), "parameters": own[i]} for i in order]
+    per_model, shared = parameters(method)
+    models = [{"model": str(adapters[i]), "parameters": per_model[i]} for i in order]
     what: dict[str, Any] = {"merge_method": method, "models": models, "parameters": shared}
     if method in FROM_BASE:
         what["base_model"] = str(adapters[0])
@@ -279,7 +279,7 @@ def test_the_order_of_the_adapters_does_not_matter(where: tuple[str, str], tmp_p
 @pytest.mark.parametrize("method", sorted(REFUSED))
 def test_a_method_that_looks_at_the_whole_model_is_refused(method: str, tmp_path: Path) -> None:
     adapters = three(tmp_path)
-    own, shared = parameters(method)
-    models = [{"model": str(p), "parameters": o} for p, o in zip(adapters, own, strict=True)]
+    per_model, shared = parameters(method)
+    models = [{"model": str(p), "parameters": o} for p, o in zip(adapters, per_model, strict=True)]
     with pytest.raises(weightsmith.PlanError, match="looks at the whole model"):
         weightsmith.plan({"merge_method": method, "models": models, "parameters": shared})

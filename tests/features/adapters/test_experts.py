@@ -24,20 +24,20 @@ EXPERTS = f"{MLP}.experts"
 
 def changed(tensors: dict[str, np.ndarray], ranks: tuple[int, ...] = (1, 2, 2)) -> dict[str, np.ndarray]:
     """The experts with differences of some ranks, one for each expert."""
-    found = {}
+    weights = {}
     for name, weight in tensors.items():
         _, rows, cols = weight.shape
         pieces = [normal(rows, r, seed=e) @ normal(r, cols, seed=e + 9) for e, r in enumerate(ranks)]
-        found[name] = weight + np.stack(pieces)
-    return found
+        weights[name] = weight + np.stack(pieces)
+    return weights
 
 
 def pair(folder: Path, before: dict[str, np.ndarray], after: dict[str, np.ndarray]) -> tuple[Path, Path]:
     """The fine-tune and its base, which also differ in one matrix of the attention."""
-    more = {f"{Q}.weight": normal(H, H)}, {f"{Q}.weight": normal(H, H) + normal(H, 3) @ normal(3, H)}
+    attention = {f"{Q}.weight": normal(H, H)}, {f"{Q}.weight": normal(H, H) + normal(H, 3) @ normal(3, H)}
     fine, model = (
-        write_checkpoint(folder / name, tensors | own, CONFIG)
-        for name, tensors, own in (("fine", after, more[1]), ("base", before, more[0]))
+        write_checkpoint(folder / name, tensors | rest, CONFIG)
+        for name, tensors, rest in (("fine", after, attention[1]), ("base", before, attention[0]))
     )
     return fine, model
 
@@ -47,16 +47,16 @@ def pair(folder: Path, before: dict[str, np.ndarray], after: dict[str, np.ndarra
 def test_a_parameter_of_experts_has_factors_of_each(transposed: bool, options: dict[str, Any], tmp_path: Path) -> None:
     before = fused(transposed=transposed)
     fine, model = pair(tmp_path, before, changed(before))
-    made = extract(fine, model, tmp_path / "out", out_dtype="float32", **options)
-    config, rank = config_of(made.out), 2
+    extraction = extract(fine, model, tmp_path / "out", out_dtype="float32", **options)
+    config, rank = config_of(extraction.out), 2
     assert config["target_parameters"] == [f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"]
     assert (config["r"], config["target_modules"], config["rank_pattern"]) == (rank, ["q_proj"], {f"^{Q}": 3})
     inputs = 2 * W if transposed else H
-    assert tensors_of(made.out)[f"{P}{EXPERTS}.base_layer.lora_A.weight"].shape == (E * rank, H if transposed else inputs)
-    found = applied(model, made.out, tmp_path / "in")
+    assert tensors_of(extraction.out)[f"{P}{EXPERTS}.base_layer.lora_A.weight"].shape == (E * rank, H if transposed else inputs)
+    weights = applied(model, extraction.out, tmp_path / "in")
     for name, want in changed(before).items():
-        np.testing.assert_allclose(found[name], want, atol=2e-5, err_msg=name)
-    report: Any = made.reports["extraction"]
+        np.testing.assert_allclose(weights[name], want, atol=2e-5, err_msg=name)
+    report: Any = extraction.reports["extraction"]
     assert {f"{EXPERTS}.down_proj[{e}]" for e in range(E)} < {m["module"] for m in report.to_json()["modules"]}
 
 
@@ -73,31 +73,31 @@ def test_experts_that_are_apart_have_one_rank(layout: str, stored: str, tmp_path
         fine, model = pair(tmp_path, before, after)
     else:
         return
-    made = extract(fine, model, tmp_path / "out", out_dtype="float32", energy=0.999999, layout=layout)
-    assert {m["rank"] for m in made.reports["extraction"].to_json()["modules"] if "experts" in m["module"]} == {2}  # type: ignore[attr-defined]
-    tensors = tensors_of(made.out)
+    extraction = extract(fine, model, tmp_path / "out", out_dtype="float32", energy=0.999999, layout=layout)
+    assert {m["rank"] for m in extraction.reports["extraction"].to_json()["modules"] if "experts" in m["module"]} == {2}  # type: ignore[attr-defined]
+    tensors = tensors_of(extraction.out)
     for name in want:
         assert tensors[f"{P}{name.removesuffix('.weight')}.lora_A.weight"].shape[0] == 2, name
-    config = config_of(made.out)
+    config = config_of(extraction.out)
     assert (config["r"], config["rank_pattern"]) == (2, {f"^{Q}": 3})
     assert set(config["target_modules"]) == {"q_proj", *GATED}
-    found = applied(model, made.out, tmp_path / "in")
+    weights = applied(model, extraction.out, tmp_path / "in")
     if stored == "fused":
-        found = apart({name: found[name] for name in before}, GATED)
+        weights = apart({name: weights[name] for name in before}, GATED)
     for name, array in want.items():
-        np.testing.assert_allclose(found[name], array, atol=2e-5, err_msg=name)
+        np.testing.assert_allclose(weights[name], array, atol=2e-5, err_msg=name)
 
 
 def test_experts_that_have_no_place_are_named(tmp_path: Path) -> None:
     before = fused(transposed=True)
     fine, model = pair(tmp_path, before, changed(before))
-    made = extract(fine, model, tmp_path / "out", layout="vllm")
-    assert [w.what for w in made.warnings] == ["2 tensors differ and are not in the adapter: vLLM reads factors only"]
+    extraction = extract(fine, model, tmp_path / "out", layout="vllm")
+    assert [w.what for w in extraction.warnings] == ["2 tensors differ and are not in the adapter: vLLM reads factors only"]
     odd = {f"{EXPERTS}.w": normal(E, 8, H)}
     fine, model = pair(tmp_path / "odd", odd, changed(odd))
-    made = extract(fine, model, tmp_path / "out2")
-    assert config_of(made.out)["modules_to_save"] == [EXPERTS]
-    np.testing.assert_array_equal(tensors_of(made.out)[f"{P}{EXPERTS}.w"], changed(odd)[f"{EXPERTS}.w"])
+    extraction = extract(fine, model, tmp_path / "out2")
+    assert config_of(extraction.out)["modules_to_save"] == [EXPERTS]
+    np.testing.assert_array_equal(tensors_of(extraction.out)[f"{P}{EXPERTS}.w"], changed(odd)[f"{EXPERTS}.w"])
 
 
 @pytest.mark.matrix
@@ -123,10 +123,10 @@ def test_peft_loads_the_experts_and_makes_the_fine_tune(name: str, tmp_path: Pat
         if ("experts" in parameter_name and "bias" not in parameter_name) or "q_proj.weight" in parameter_name:
             parameter.data += 0.05 * torch.randn_like(parameter)
     model.save_pretrained(tmp_path / "fine")
-    made = extract(tmp_path / "fine", tmp_path / "base", tmp_path / "out", max_rank=1000, out_dtype="float32")
+    extraction = extract(tmp_path / "fine", tmp_path / "base", tmp_path / "out", max_rank=1000, out_dtype="float32")
     fresh = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
-    tuned = peft.PeftModel.from_pretrained(fresh, made.out)
-    loaded = tuned.load_adapter(made.out, adapter_name="again")
+    tuned = peft.PeftModel.from_pretrained(fresh, extraction.out)
+    loaded = tuned.load_adapter(extraction.out, adapter_name="again")
     assert loaded.unexpected_keys == []
     assert not [key for key in loaded.missing_keys if "lora_" in key and ".again." in key]
     tokens = torch.arange(12)[None]
@@ -137,8 +137,8 @@ def test_peft_loads_the_experts_and_makes_the_fine_tune(name: str, tmp_path: Pat
 # ---- intruder dimensions
 
 
-@pytest.mark.parametrize("left", [True, False])
-def test_intruder_dimensions_are_scaled(left: bool) -> None:
+@pytest.mark.parametrize("by_rows", [True, False])
+def test_intruder_dimensions_are_scaled(by_rows: bool) -> None:
     """A direction of outputs that is no singular vector of the base, and one that is."""
     u, v = (np.linalg.qr(normal(n, n, seed=n))[0] for n in (30, 20))
     base = (u[:, :20] * np.linspace(2, 1, 20)) @ v.T
@@ -147,10 +147,10 @@ def test_intruder_dimensions_are_scaled(left: bool) -> None:
     _, s, vt = np.linalg.svd(base + delta)
     first = np.linalg.svd(base + delta)[0][:, :1]
     want = delta - 0.75 * s[0] * first @ vt[:1]
-    given = (delta, base + delta) if left else (delta.T, (base + delta).T)
-    found, count = scale_intruders(*(each.astype(np.float32) for each in given), 0.25, by_rows=left)
+    matrices = (delta, base + delta) if by_rows else (delta.T, (base + delta).T)
+    scaled, count = scale_intruders(*(matrix.astype(np.float32) for matrix in matrices), 0.25, by_rows=by_rows)
     assert count == 1
-    np.testing.assert_allclose(found if left else found.T, want, atol=1e-4)
+    np.testing.assert_allclose(scaled if by_rows else scaled.T, want, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -161,8 +161,8 @@ def test_intruders_are_in_the_report_and_their_share_in_the_adapter(tmp_path: Pa
     fine, model = (write_checkpoint(tmp_path / n, t, CONFIG) for n, t in (("fine", after), ("base", before)))
     energies = []
     for scale in (1.0, 0.5):
-        made = extract(fine, model, tmp_path / f"{scale}", max_rank=8, intruder_scale=scale)
-        (module,) = made.reports["extraction"].to_json()["modules"]  # type: ignore[attr-defined]
+        extraction = extract(fine, model, tmp_path / f"{scale}", max_rank=8, intruder_scale=scale)
+        (module,) = extraction.reports["extraction"].to_json()["modules"]  # type: ignore[attr-defined]
         energies.append(module["energy"])
         assert module.get("intruders", 0) == (scale != 1)
     assert energies[1] == pytest.approx(energies[0] / 4, rel=0.05)

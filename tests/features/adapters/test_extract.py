@@ -36,17 +36,17 @@ __all__ = ["cli"]
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text())
-    return found
+    config: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text())
+    return config
 
 
 def tensors_of(folder: Path) -> dict[str, np.ndarray]:
     return dict(load_file(folder / "adapter_model.safetensors"))
 
 
-def applied(model: Path, lora: Path, out: Path, **more: Any) -> dict[str, np.ndarray]:
+def applied(model: Path, lora: Path, out: Path, **options: Any) -> dict[str, np.ndarray]:
     """The model with the adapter, merged."""
-    recipe = {"merge_method": "passthrough", "models": [{"model": f"{model}+{lora}"}], **more}
+    recipe = {"merge_method": "passthrough", "models": [{"model": f"{model}+{lora}"}], **options}
     weightsmith.merge(recipe, out, progress=False, fsync=False)
     with weightsmith.open_checkpoint(out) as checkpoint:
         return {name: checkpoint.read(name) for name in checkpoint.specs}
@@ -86,14 +86,14 @@ def extract(*args: Any, **options: Any) -> weightsmith.Merged:
 @pytest.mark.parametrize("spread", [True, False])
 def test_an_adapter_is_recovered_from_the_model_that_it_was_merged_into(spread: bool, tmp_path: Path) -> None:
     model, lora = base(tmp_path / "base", np.float32), adapter(tmp_path / "a", factors(Q, H, H) | factors(DOWN, H, INNER))
-    made = extract(f"{model}+{lora}", model, tmp_path / "out", max_rank=4, out_dtype="float32", distribute_scale=spread)
-    found, want = (applied(model, each, tmp_path / f"{each.name} in") for each in (made.out, lora))
+    extraction = extract(f"{model}+{lora}", model, tmp_path / "out", max_rank=4, out_dtype="float32", distribute_scale=spread)
+    weights, want = (applied(model, adapter, tmp_path / f"{adapter.name} in") for adapter in (extraction.out, lora))
     for name, array in want.items():
-        np.testing.assert_allclose(found[name], array, atol=2e-5, err_msg=name)
-    assert {name.removeprefix(P).partition(".lora_")[0] for name in tensors_of(made.out)} == {Q, DOWN}
-    config = config_of(made.out)
+        np.testing.assert_allclose(weights[name], array, atol=2e-5, err_msg=name)
+    assert {name.removeprefix(P).partition(".lora_")[0] for name in tensors_of(extraction.out)} == {Q, DOWN}
+    config = config_of(extraction.out)
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 4, str(model))
-    report: Any = made.reports["extraction"]
+    report: Any = extraction.reports["extraction"]
     assert report.to_json()["kept"] == pytest.approx(1, abs=1e-5)
     assert {m["module"]: m["rank"] for m in report.to_json()["modules"] if m["rank"]} == {Q: 4, DOWN: 4}
 
@@ -105,12 +105,12 @@ def test_all_ranks_give_the_bytes_of_the_fine_tune(tmp_path: Path) -> None:
     changes["model.norm.weight"] = normal(H, seed=4)
     changes["model.embed_tokens.weight"] = normal(TOKENS, H, seed=5)
     model, fine = base(tmp_path / "base"), tuned(tmp_path / "fine", changes)
-    made = extract(fine, model, tmp_path / "out", out_dtype="float32")
-    assert config_of(made.out)["modules_to_save"] == ["model.embed_tokens", "model.norm"]
-    found = applied(model, made.out, tmp_path / "merged", dtype="bfloat16")
+    extraction = extract(fine, model, tmp_path / "out", out_dtype="float32")
+    assert config_of(extraction.out)["modules_to_save"] == ["model.embed_tokens", "model.norm"]
+    actual = applied(model, extraction.out, tmp_path / "merged", dtype="bfloat16")
     with weightsmith.open_checkpoint(fine) as checkpoint:
         for name in checkpoint.specs:
-            assert found[name].tobytes() == checkpoint.read(name).tobytes(), name
+            assert actual[name].tobytes() == checkpoint.read(name).tobytes(), name
 
 
 @pytest.mark.slow
@@ -118,15 +118,15 @@ def test_ranks_that_differ_and_modules_that_do_not_are_in_the_config(tmp_path: P
     changes = {f"{Q}.weight": normal(H, 1) @ normal(1, H), f"{DOWN}.weight": normal(H, 3) @ normal(3, INNER)}
     other = Q.replace("layers.0", "layers.1")
     model, fine = base(tmp_path / "base"), tuned(tmp_path / "fine", changes, np.float32)
-    made = extract(fine, model, tmp_path / "out", energy=0.999999)
-    config = config_of(made.out)
+    extraction = extract(fine, model, tmp_path / "out", energy=0.999999)
+    config = config_of(extraction.out)
     assert (config["r"], config["rank_pattern"], config["alpha_pattern"]) == (3, {f"^{Q}": 1}, {f"^{Q}": 1})
     assert config["target_modules"] == [Q, DOWN]  # the short names would match the same modules of the other layers
-    assert f"{P}{other}.lora_A.weight" not in tensors_of(made.out)
+    assert f"{P}{other}.lora_A.weight" not in tensors_of(extraction.out)
     everything = {f"model.layers.{i}.self_attn.q_proj.weight": changes[f"{Q}.weight"] for i in (0, 1)}
-    made = extract(tuned(tmp_path / "both", everything, np.float32), model, tmp_path / "out2", max_rank=2)
-    assert config_of(made.out)["target_modules"] == ["q_proj"]
-    applied(model, made.out, tmp_path / "merged")
+    extraction = extract(tuned(tmp_path / "both", everything, np.float32), model, tmp_path / "out2", max_rank=2)
+    assert config_of(extraction.out)["target_modules"] == ["q_proj"]
+    applied(model, extraction.out, tmp_path / "merged")
 
 
 @pytest.mark.slow
@@ -135,10 +135,10 @@ def test_a_matrix_is_released_with_its_factors(tmp_path: Path, monkeypatch: pyte
     alive: list[weakref.ref[Any]] = []
     counts: list[int] = []
 
-    def decompose(delta: Any, *args: Any, **more: Any) -> Any:
+    def decompose(delta: Any, *args: Any, **options: Any) -> Any:
         alive.append(weakref.ref(delta))
-        counts.append(sum(each() is not None for each in alive))
-        return original(delta, *args, **more)
+        counts.append(sum(reference() is not None for reference in alive))
+        return original(delta, *args, **options)
 
     original = factors_module.decompose
     monkeypatch.setattr(factors_module, "decompose", decompose)
@@ -178,9 +178,9 @@ def test_interrupted_work_is_resumed_and_what_was_decomposed_serves_other_ranks(
     counted: list[int] = []
     decompose = module.decompose
 
-    def count(*args: Any, **more: Any) -> Any:
+    def count(*args: Any, **options: Any) -> Any:
         counted.append(1)
-        return decompose(*args, **more)
+        return decompose(*args, **options)
 
     monkeypatch.setattr(module, "decompose", count)
 
@@ -192,9 +192,9 @@ def test_interrupted_work_is_resumed_and_what_was_decomposed_serves_other_ranks(
     with pytest.raises(KeyboardInterrupt):
         weightsmith.extract_lora(fine, model, out, max_rank=8, progress=stop, fsync=False, threads=1)
     assert len(counted) == 14
-    made = extract(fine, model, out, max_rank=8)
+    extraction = extract(fine, model, out, max_rank=8)
     assert len(counted) == 14  # no matrix was decomposed again
-    assert made.resumed >= 3
+    assert extraction.resumed >= 3
     fresh = extract(fine, model, tmp_path / "fresh", max_rank=8)
     assert tensors_of(out).keys() == tensors_of(fresh.out).keys()
     assert all(a.tobytes() == tensors_of(fresh.out)[n].tobytes() for n, a in tensors_of(out).items())
@@ -226,7 +226,7 @@ def test_the_measurement_of_an_output_that_was_published_is_removed_by_the_next_
 ) -> None:
     """The process died between the two."""
     model, fine = small(tmp_path)
-    left = [tmp_path / f".{name}.measurement.weightsmith-staging" for name in ("out", "other")]
+    leftovers = [tmp_path / f".{name}.measurement.weightsmith-staging" for name in ("out", "other")]
     die_in(monkeypatch, Staging, "discard", lambda name: extract(fine, model, tmp_path / name, max_rank=8))
     assert (tmp_path / "out" / "weightsmith.json").exists()
     shutil.rmtree(tmp_path / "other")  # a measurement without an output is kept
@@ -235,11 +235,11 @@ def test_the_measurement_of_an_output_that_was_published_is_removed_by_the_next_
     for name in ("out", "other"):
         with pytest.raises(OutputExists):
             extract(fine, model, tmp_path / name, max_rank=8)
-    assert [folder.exists() for folder in left] == [False, True]
-    left[0].mkdir()  # it died in between removing the journal and the folder
+    assert [folder.exists() for folder in leftovers] == [False, True]
+    leftovers[0].mkdir()  # it died in between removing the journal and the folder
     with pytest.raises(OutputExists):
         extract(fine, model, tmp_path / "out", max_rank=8)
-    assert not left[0].exists()
+    assert not leftovers[0].exists()
 
 
 @pytest.mark.slow
@@ -248,24 +248,24 @@ def test_what_a_run_left_that_died_after_it_published_is_removed_by_the_next_run
 ) -> None:
     model, fine = small(tmp_path)
     die_in(monkeypatch, StagingArea, "remove_replaced", lambda name: extract(fine, model, tmp_path / name, max_rank=8))
-    left = [staging_folder(tmp_path / name) for name in ("out", "other")]
-    assert [folder.exists() for folder in left] == [True, True]
+    leftovers = [staging_folder(tmp_path / name) for name in ("out", "other")]
+    assert [folder.exists() for folder in leftovers] == [True, True]
     shutil.copytree(tmp_path / "other", tmp_path / "copy")  # what is there now is not what was published
     shutil.rmtree(tmp_path / "other")
     (tmp_path / "copy").rename(tmp_path / "other")
     for name in ("out", "other"):
         with pytest.raises(OutputExists):
             extract(fine, model, tmp_path / name, max_rank=8)
-    assert [folder.exists() for folder in left] == [False, True]
-    left[0].mkdir()  # it died in between removing the journal and the folder
+    assert [folder.exists() for folder in leftovers] == [False, True]
+    leftovers[0].mkdir()  # it died in between removing the journal and the folder
     with pytest.raises(OutputExists):
         extract(fine, model, tmp_path / "out", max_rank=8)
-    assert not left[0].exists()
-    left[0].mkdir()
-    (left[0] / "mine").write_text("no work of ours")
+    assert not leftovers[0].exists()
+    leftovers[0].mkdir()
+    (leftovers[0] / "mine").write_text("no work of ours")
     with pytest.raises(OutputExists):
         extract(fine, model, tmp_path / "out", max_rank=8)
-    assert (left[0] / "mine").exists()
+    assert (leftovers[0] / "mine").exists()
 
 
 # ---- which modules
@@ -275,11 +275,11 @@ def chosen(tmp_path: Path, **options: Any) -> tuple[set[str], set[str]]:
     """Modules with factors, and tensors that are saved whole, for a fine-tune in which all tensors differ."""
     changes = {n: 0.1 * normal(*a.shape, seed=7) for n, a in base_tensors().items()}
     fine = tuned(tmp_path / "fine", changes)
-    made = extract(fine, base(tmp_path / "base"), tmp_path / "out", max_rank=3, **options)
-    names = [name.removeprefix(P) for name in tensors_of(made.out)]
+    extraction = extract(fine, base(tmp_path / "base"), tmp_path / "out", max_rank=3, **options)
+    names = [name.removeprefix(P) for name in tensors_of(extraction.out)]
     with_factors = {name.partition(".lora_")[0] for name in names if ".lora_" in name}
     whole = {name for name in names if ".lora_" not in name}
-    assert {n.rpartition(".")[0] for n in whole} == set(config_of(made.out)["modules_to_save"] or ())
+    assert {n.rpartition(".")[0] for n in whole} == set(config_of(extraction.out)["modules_to_save"] or ())
     return with_factors, whole
 
 
@@ -314,8 +314,8 @@ def test_which_modules_are_in_the_adapter(
 def test_what_is_left_out_is_a_warning(tmp_path: Path) -> None:
     changes = {f"{Q}.weight": normal(H, H), "model.norm.weight": normal(H), "lm_head.weight": normal(TOKENS, H)}
     model, fine = base(tmp_path / "base"), tuned(tmp_path / "fine", changes)
-    made = extract(fine, model, tmp_path / "out", layout="vllm")
-    assert [str(w) for w in made.warnings] == [
+    extraction = extract(fine, model, tmp_path / "out", layout="vllm")
+    assert [str(w) for w in extraction.warnings] == [
         "lm_head.weight: 2 tensors differ and are not in the adapter: vLLM reads factors only"
     ]
     (unchecked,) = extract(fine, model, tmp_path / "whole").warnings
@@ -330,11 +330,11 @@ def test_a_tied_embedding_that_differs_is_saved_as_embedding_and_head(tmp_path: 
     tensors[f"{Q}.weight"] = normal(H, H, seed=2).astype(BF16)
     fine = write_checkpoint(tmp_path / "fine", tensors, {**LLAMA, "num_hidden_layers": 2, "tie_word_embeddings": True})
     for embed_lora in (False, True):
-        made = extract(fine, model, tmp_path / f"{embed_lora}", out_dtype="float32", embed_lora=embed_lora)
-        found = applied(model, made.out, tmp_path / f"{embed_lora} in", dtype="bfloat16")
+        extraction = extract(fine, model, tmp_path / f"{embed_lora}", out_dtype="float32", embed_lora=embed_lora)
+        weights = applied(model, extraction.out, tmp_path / f"{embed_lora} in", dtype="bfloat16")
         for name in ("model.embed_tokens.weight", "lm_head.weight"):
-            assert found[name].tobytes() == tensors["model.embed_tokens.weight"].tobytes()
-        assert any("lora_embedding_A" in name for name in tensors_of(made.out)) == embed_lora
+            assert weights[name].tobytes() == tensors["model.embed_tokens.weight"].tobytes()
+        assert any("lora_embedding_A" in name for name in tensors_of(extraction.out)) == embed_lora
 
 
 @pytest.mark.slow
@@ -347,10 +347,10 @@ def test_more_tokens_are_saved_whole_with_the_tokenizer(tmp_path: Path) -> None:
     fine = write_checkpoint(tmp_path / "fine", tensors, config)
     (fine / "tokenizer.json").write_text("{}")
     model = base(tmp_path / "base")
-    made = extract(fine, model, tmp_path / "out")
-    assert (made.out / "tokenizer.json").exists()
-    found = applied(model, made.out, tmp_path / "in")
-    assert found["lm_head.weight"].tobytes() == tensors["lm_head.weight"].tobytes()
+    extraction = extract(fine, model, tmp_path / "out")
+    assert (extraction.out / "tokenizer.json").exists()
+    weights = applied(model, extraction.out, tmp_path / "in")
+    assert weights["lm_head.weight"].tobytes() == tensors["lm_head.weight"].tobytes()
     assert json.loads((tmp_path / "in/config.json").read_text())["vocab_size"] == TOKENS + 3
 
 
@@ -368,12 +368,12 @@ def test_weights_stored_transposed_are_known_by_their_biases(tmp_path: Path) -> 
         write_checkpoint(tmp_path / n, {k: a.astype(np.float32) for k, a in t.items()}, config)
         for n, t in (("base", before), ("fine", after))
     )
-    made = extract(fine, model, tmp_path / "out")
-    assert config_of(made.out)["fan_in_fan_out"] is True
-    assert tensors_of(made.out)[f"{P}h.0.mlp.c_fc.lora_A.weight"].shape == (H, H)
-    found = applied(model, made.out, tmp_path / "in")
+    extraction = extract(fine, model, tmp_path / "out")
+    assert config_of(extraction.out)["fan_in_fan_out"] is True
+    assert tensors_of(extraction.out)[f"{P}h.0.mlp.c_fc.lora_A.weight"].shape == (H, H)
+    weights = applied(model, extraction.out, tmp_path / "in")
     for name, want in after.items():
-        np.testing.assert_allclose(found[name], want, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(weights[name], want, atol=1e-5, err_msg=name)
 
 
 # ---- PEFT
@@ -402,19 +402,19 @@ def test_peft_loads_every_tensor_and_makes_the_fine_tune(kind: str, tmp_path: Pa
             parameter.data += 0.05 * torch.randn_like(parameter)
     model.save_pretrained(tmp_path / "fine")
     options = {"embed_lora": True, "save_modules": ("norm",)} if kind == "llama" else {}
-    made = extract(tmp_path / "fine", tmp_path / "base", tmp_path / "out", max_rank=INNER, energy=0.9999999, **options)
+    extraction = extract(tmp_path / "fine", tmp_path / "base", tmp_path / "out", max_rank=INNER, energy=0.9999999, **options)
     fresh = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
-    wrapped = peft.get_peft_model(fresh, peft.PeftConfig.from_pretrained(made.out))
-    own = {name for name in wrapped.state_dict() if "lora_" in name or "modules_to_save" in name}
-    found = peft.set_peft_model_state_dict(wrapped, {n: torch.from_numpy(a) for n, a in tensors_of(made.out).items()})
-    assert found.unexpected_keys == []
-    assert not own & set(found.missing_keys)
+    wrapped = peft.get_peft_model(fresh, peft.PeftConfig.from_pretrained(extraction.out))
+    adapter_names = {name for name in wrapped.state_dict() if "lora_" in name or "modules_to_save" in name}
+    loading = peft.set_peft_model_state_dict(wrapped, {n: torch.from_numpy(a) for n, a in tensors_of(extraction.out).items()})
+    assert loading.unexpected_keys == []
+    assert not adapter_names & set(loading.missing_keys)
     tokens = torch.arange(12)[None]
     with torch.no_grad():
         torch.testing.assert_close(wrapped(tokens).logits, model(tokens).logits, atol=2e-4, rtol=2e-3)
     wrapped.save_pretrained(tmp_path / "again", save_embedding_layers=False)
     assert {n: as_bytes(a) for n, a in tensors_of(tmp_path / "again").items()} == {
-        n: as_bytes(a.astype(np.float32)) for n, a in tensors_of(made.out).items()
+        n: as_bytes(a.astype(np.float32)) for n, a in tensors_of(extraction.out).items()
     }
 
 
@@ -501,8 +501,8 @@ def test_a_budget_that_is_too_small_names_the_least(tmp_path: Path) -> None:
     assert "must be at least 48, which the smallest factors take, not 40" in str(
         refusal(fine, model, tmp_path / "out", max_parameters=40)
     )
-    made = extract(fine, model, tmp_path / "out", max_parameters=100)
-    assert config_of(made.out)["r"] == 2
+    extraction = extract(fine, model, tmp_path / "out", max_parameters=100)
+    assert config_of(extraction.out)["r"] == 2
 
 
 def test_adapters_as_inputs(tmp_path: Path) -> None:
@@ -591,8 +591,8 @@ def test_the_command(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) 
     assert lines[0].split() == ["module", "count", "rank", "kept", "possible", "signal", "noise", "least,", "in"]
     assert max(map(len, lines[: lines.index("")])) <= 80
     assert "/out: " in lines[lines.index("") + 1]  # the result is last
-    found = json.loads(Path("out/extraction.json").read_text())
-    assert found["parameters"] == sum(a.size for a in tensors_of(Path("out")).values())
+    report = json.loads(Path("out/extraction.json").read_text())
+    assert report["parameters"] == sum(a.size for a in tensors_of(Path("out")).values())
     assert Path("out/extraction.svg").read_text().startswith("<svg")
     page = Path("out/report.html").read_text()
     content = re.search(r'<script type="application/json" id="content">(.*?)</script>', page)
@@ -604,7 +604,7 @@ def test_the_command(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) 
         for row, values in zip(chart["rows"], chart["values"], strict=True)
         for column, value in zip(chart["columns"], values, strict=True)
     }
-    matrices = [m for m in found["modules"] if ".layers." in m["module"]]
+    matrices = [m for m in report["modules"] if ".layers." in m["module"]]
     assert matrices
     for matrix in matrices:  # a cell each
         stack, _, rest = matrix["module"].partition(".layers.")

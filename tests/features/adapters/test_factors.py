@@ -23,11 +23,11 @@ def matrices() -> dict[str, np.ndarray]:
         "a low rank and noise": np.where(np.arange(400) < 5, 1.0, 1e-3),
         "all equal": np.ones(400),
     }
-    found = {name: (u * values) @ v.T for name, values in spectra.items()}
-    found |= {"noise": normal(600, 400), "exactly of rank 3": normal(600, 3) @ normal(3, 400), "zero": np.zeros((600, 400))}
-    found["one row"] = np.zeros((600, 400))
-    found["one row"][7] = normal(400)
-    return {name: np.ascontiguousarray(array, np.float32) for name, array in found.items()}
+    by_name = {name: (u * values) @ v.T for name, values in spectra.items()}
+    by_name |= {"noise": normal(600, 400), "exactly of rank 3": normal(600, 3) @ normal(3, 400), "zero": np.zeros((600, 400))}
+    by_name["one row"] = np.zeros((600, 400))
+    by_name["one row"][7] = normal(400)
+    return {name: np.ascontiguousarray(array, np.float32) for name, array in by_name.items()}
 
 
 @pytest.mark.parametrize("name", list(matrices()))
@@ -35,16 +35,16 @@ def matrices() -> dict[str, np.ndarray]:
 def test_randomised_factors_keep_nearly_what_the_best_do(name: str, tall: bool) -> None:
     delta = matrices()[name] if tall else np.ascontiguousarray(matrices()[name].T)
     assert not prefers_exact(RANK, *delta.shape)
-    found = decompose(delta, RANK, 1, exact=False)
+    decomposed = decompose(delta, RANK, 1, exact=False)
     values = np.linalg.svd(delta.astype(np.float64), compute_uv=False)
     energy, best = np.square(values).sum(), np.square(values[:RANK]).sum()
-    kept = np.square(found.values).sum()
-    rest = np.square(delta - found.left.astype(np.float64) @ found.right).sum()
-    assert found.energy == pytest.approx(energy, rel=1e-5)
+    kept = np.square(decomposed.values).sum()
+    rest = np.square(delta - decomposed.left.astype(np.float64) @ decomposed.right).sum()
+    assert decomposed.energy == pytest.approx(energy, rel=1e-5)
     assert kept == pytest.approx(energy - rest, abs=2e-5 * energy)  # B @ A is a projection of the difference
     assert kept >= 0.985 * best
     assert kept <= best * (1 + 1e-5)
-    assert best <= (kept + RANK * found.bound) * (1 + 1e-5)
+    assert best <= (kept + RANK * decomposed.bound) * (1 + 1e-5)
     assert kept >= 0.9999 * best or name == "noise"
 
 
@@ -80,10 +80,15 @@ def test_the_factors_of_zeros_are_zeros_without_a_decomposition(
 ) -> None:
     for name in ("thin_svd", "_krylov"):
         monkeypatch.setattr(f"weightsmith._features.adapters.factors.{name}", None)
-    found = decompose(np.zeros((40, 24), np.float32), 3, 0, exact=exact, spread=spread)
-    assert (found.left.shape, found.right.shape, found.values.shape) == ((40, 3), (3, 24), (3,))
-    assert not any(array.any() for array in (found.left, found.right, found.values))
-    assert (found.left.dtype, found.values.dtype, found.energy, found.bound) == (np.float32, np.float64, 0, 0)
+    decomposed = decompose(np.zeros((40, 24), np.float32), 3, 0, exact=exact, spread=spread)
+    assert (decomposed.left.shape, decomposed.right.shape, decomposed.values.shape) == ((40, 3), (3, 24), (3,))
+    assert not any(array.any() for array in (decomposed.left, decomposed.right, decomposed.values))
+    assert (decomposed.left.dtype, decomposed.values.dtype, decomposed.energy, decomposed.bound) == (
+        np.float32,
+        np.float64,
+        0,
+        0,
+    )
 
 
 def test_small_matrices_are_decomposed_exactly_where_that_keeps_more() -> None:

@@ -34,8 +34,8 @@ def delta(folder: Path, module: str) -> np.ndarray:
         return np.zeros(SHAPES[module])
     a, b = (tensors[name].astype(np.float64) for name in names)
     rank = config.get("rank_pattern", {}).get(f"^{module}", config["r"])
-    found: np.ndarray = b @ a * config.get("alpha_pattern", {}).get(f"^{module}", config["lora_alpha"]) / rank
-    return found
+    update: np.ndarray = b @ a * config.get("alpha_pattern", {}).get(f"^{module}", config["lora_alpha"]) / rank
+    return update
 
 
 @pytest.fixture
@@ -92,9 +92,9 @@ def test_the_result_is_an_adapter_like_the_others(adapters: tuple[Path, Path], t
     assert "library_name: peft" in (tmp_path / "out/README.md").read_text()
     assert cli("verify", tmp_path / "out").code == 0
     model = base(tmp_path / "base", np.float32)
-    found = applied(model, tmp_path / "out", tmp_path / "in")
+    weights = applied(model, tmp_path / "out", tmp_path / "in")
     want = base_tensors()[f"{Q}.weight"] + delta(tmp_path / "out", Q)
-    np.testing.assert_allclose(found[f"{Q}.weight"], want, atol=1e-5)
+    np.testing.assert_allclose(weights[f"{Q}.weight"], want, atol=1e-5)
     again = merge(recipe((tmp_path / "out", adapters[0])), tmp_path / "again")  # and merges again
     assert config_of(again)["r"] == 9
     ran = cli("plan", tmp_path / "r.yml", "--json")
@@ -116,9 +116,9 @@ def test_products_from_elsewhere_are_checked(method: str, space: str, adapters: 
         assert check(product) == ""
         changes: list[dict[str, Any]] = [{"modules": ()}, {"modules": 3}, {}]
         if product.op == "cores":
-            own = product.settings["modules"][0]
-            wrong = {"ranks": (0,) * len(own["ranks"]), "owners": ()}
-            changes = [{"modules": ({**own, key: value},)} for key, value in wrong.items()]
+            module = product.settings["modules"][0]
+            wrong = {"ranks": (0,) * len(module["ranks"]), "owners": ()}
+            changes = [{"modules": ({**module, key: value},)} for key, value in wrong.items()]
         elif product.op == "combination":
             changes += [
                 {"weights": ()},
@@ -166,7 +166,7 @@ def test_knots_merges_the_right_singular_vectors_of_all_side_by_side(adapters: t
     """As published: ties of Σ Vᵢ. Its rows may have any sign, which an election by rows does not see."""
     out = merge(both(adapters, density=0.5), tmp_path / "out", adapter_space="knots")
     u, _, deltas = cores_of(adapters)
-    want = u @ merged_as_models([u.T @ each for each in deltas], "ties", tmp_path)
+    want = u @ merged_as_models([u.T @ delta for delta in deltas], "ties", tmp_path)
     np.testing.assert_allclose(delta(out, Q), want, atol=1e-5 * np.abs(want).max())
     assert config_of(out)["r"] == 6
 
@@ -176,7 +176,7 @@ def test_compressed_adapters_keep_what_the_shared_bases_hold(adapters: tuple[Pat
     out = merge(both(adapters), tmp_path / "out", adapter_space="compressed", adapter_rank=3)
     u, v, deltas = cores_of(adapters)
     u, v = u[:, :3], v[:, :3]
-    want = u @ merged_as_models([u.T @ each @ v for each in deltas], "ties", tmp_path) @ v.T
+    want = u @ merged_as_models([u.T @ delta @ v for delta in deltas], "ties", tmp_path) @ v.T
     trimmed = delta(merge(both(adapters, density=0.5), tmp_path / "trimmed", adapter_space="compressed", adapter_rank=3), Q)
     np.testing.assert_allclose(trimmed, want, atol=1e-5 * np.abs(want).max())
     assert config_of(out)["r"] == 3
@@ -223,8 +223,8 @@ def test_peft_s_combinations_are_what_peft_computes(tmp_path: Path) -> None:
             shared |= {"majority_sign_method": majority} if "ties" in name else {}
             what = recipe(paths, f"peft_{name}", weights, **shared)
             out = merge(what, tmp_path / label, adapter_rank=5)
-            found, config = tensors_of(out), config_of(out)
-            a, b = (found[f"{P}model.layers.0.mlp.down_proj.lora_{part}.weight"].astype(np.float64) for part in "AB")
+            tensors, config = tensors_of(out), config_of(out)
+            a, b = (tensors[f"{P}model.layers.0.mlp.down_proj.lora_{part}.weight"].astype(np.float64) for part in "AB")
             np.testing.assert_allclose(b @ a, want, atol=2e-6 * np.abs(want).max(), err_msg=label)
             assert config["r"] == {"cat": 12}.get(name, 5 if "svd" in name else 4)
             assert f"peft_{name}" in (out / "README.md").read_text()
@@ -263,10 +263,10 @@ def test_peft_adds_the_same_and_loads_every_tensor(tmp_path: Path) -> None:
     assert config_of(out)["target_modules"] == ["down_proj", "q_proj"]
     fresh = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     wrapped = peft.get_peft_model(fresh, peft.PeftConfig.from_pretrained(out))
-    own = {name for name in wrapped.state_dict() if "lora_" in name}
-    found = peft.set_peft_model_state_dict(wrapped, {n: torch.from_numpy(a) for n, a in tensors_of(out).items()})
-    assert found.unexpected_keys == []
-    assert not own & set(found.missing_keys)
+    adapter_names = {name for name in wrapped.state_dict() if "lora_" in name}
+    loading = peft.set_peft_model_state_dict(wrapped, {n: torch.from_numpy(a) for n, a in tensors_of(out).items()})
+    assert loading.unexpected_keys == []
+    assert not adapter_names & set(loading.missing_keys)
     tokens = torch.arange(12)[None]
     with torch.no_grad():
         torch.testing.assert_close(wrapped(tokens).logits, tuned(tokens).logits, atol=1e-5, rtol=1e-4)
@@ -285,9 +285,9 @@ def test_embeddings_are_merged_too(tmp_path: Path) -> None:
         adapter(tmp_path / name, dict(zip(names, (normal(4, TOKENS, seed=s), normal(H, 4, seed=s)), strict=True)))
         for name, s in (("a", 1), ("b", 4))
     ]
-    found = tensors_of(merge(recipe((pair[0], pair[1]), normalize=False), tmp_path / "out"))
+    tensors = tensors_of(merge(recipe((pair[0], pair[1]), normalize=False), tmp_path / "out"))
     want = sum(2.0 * tensors_of(folder)[names[1]] @ tensors_of(folder)[names[0]] for folder in pair)
-    np.testing.assert_allclose(found[names[1]] @ found[names[0]], want, atol=1e-4)
+    np.testing.assert_allclose(tensors[names[1]] @ tensors[names[0]], want, atol=1e-4)
 
 
 def test_what_cannot_be_merged(adapters: tuple[Path, Path], tmp_path: Path) -> None:

@@ -33,16 +33,16 @@ def models_merged(
     model: Path, adapters: tuple[Path, ...], out: Path, method: str, weights: tuple[float, ...] = WEIGHTS, **shared: Any
 ) -> dict[str, np.ndarray]:
     """The same merge, of models that the adapters are applied to: float32."""
-    what = recipe(tuple(Path(f"{model}+{each}") for each in adapters), method, weights, **shared)
-    found = merge({**what, "base_model": str(model), "dtype": "float32"}, out)
-    with weightsmith.open_checkpoint(found) as checkpoint:
+    what = recipe(tuple(Path(f"{model}+{adapter}") for adapter in adapters), method, weights, **shared)
+    merged_folder = merge({**what, "base_model": str(model), "dtype": "float32"}, out)
+    with weightsmith.open_checkpoint(merged_folder) as checkpoint:
         return {name: checkpoint.read(name) for name in checkpoint.specs}
 
 
-def assert_same(found: dict[str, np.ndarray], want: dict[str, np.ndarray], atol: float = 2e-5) -> None:
-    assert found.keys() == want.keys()
+def assert_same(weights: dict[str, np.ndarray], want: dict[str, np.ndarray], atol: float = 2e-5) -> None:
+    assert weights.keys() == want.keys()
     for name, array in want.items():
-        np.testing.assert_allclose(found[name], array, atol=atol, err_msg=name)
+        np.testing.assert_allclose(weights[name], array, atol=atol, err_msg=name)
 
 
 # ---- factors of experts
@@ -53,15 +53,15 @@ def expert_adapters(folder: Path, *, swapped: bool = False, second: list[str] = 
     tensors = fused()
     first = stacked(tensors, swapped=swapped) | factors(Q, H, H, 8)
     one = adapter(folder / "one", first, r=R, rank_pattern={"q_proj": 8}, target_parameters=TARGETS)
-    more = {}
+    expert_factors = {}
     levels = {"gate_up_proj": ".base_layer" if len(second) == 2 else "", "down_proj": ""}
     for name, level in levels.items():
         if any(target.endswith(name) for target in second):
             rows, cols = tensors[f"{EXPERTS}.{name}"].shape[1:]
             inputs, outputs = (rows, cols) if swapped else (cols, rows)
-            more[f"{P}{EXPERTS}{level}.lora_A.weight"] = normal(E * rank, inputs, seed=21)
-            more[f"{P}{EXPERTS}{level}.lora_B.weight"] = normal(outputs, rank * E, seed=22)
-    return one, adapter(folder / "two", more, r=rank, lora_alpha=2, target_parameters=second)
+            expert_factors[f"{P}{EXPERTS}{level}.lora_A.weight"] = normal(E * rank, inputs, seed=21)
+            expert_factors[f"{P}{EXPERTS}{level}.lora_B.weight"] = normal(outputs, rank * E, seed=22)
+    return one, adapter(folder / "two", expert_factors, r=rank, lora_alpha=2, target_parameters=second)
 
 
 def expert_base(folder: Path, *, transposed: bool = False) -> Path:
@@ -88,15 +88,15 @@ def test_a_sum_of_factors_of_fused_experts_is_exact(swapped: bool, second: list[
 def test_experts_are_merged_one_by_one(space: str, tmp_path: Path) -> None:
     """As adapters are that name each expert: by the same method, in the same space."""
     pair = expert_adapters(tmp_path, second=TARGETS)
-    single = tuple(one_by_one(each, tmp_path / f"single {i}") for i, each in enumerate(pair))
+    single = tuple(one_by_one(adapter, tmp_path / f"single {i}") for i, adapter in enumerate(pair))
     options: dict[str, Any] = {"adapter_space": space} | ({"adapter_rank": 3} if space == "compressed" else {})
     model = expert_base(tmp_path / "base")
-    found, want = (
-        applied(model, merge(recipe(each, "ties", density=0.6), tmp_path / f"out {i}", **options), tmp_path / f"in {i}")
-        for i, each in enumerate((pair, single))
+    weights, want = (
+        applied(model, merge(recipe(adapters, "ties", density=0.6), tmp_path / f"out {i}", **options), tmp_path / f"in {i}")
+        for i, adapters in enumerate((pair, single))
     )
     for name in (f"{EXPERTS}.down_proj",):  # gate and up are one matrix for the first, two for the others
-        np.testing.assert_allclose(found[name], want[name], atol=2e-5)
+        np.testing.assert_allclose(weights[name], want[name], atol=2e-5)
 
 
 @pytest.mark.parametrize("versions", [("0.21.2", "0.20.0"), ("0.21.2", "0.18.1"), (None, "0.20.0")])
@@ -106,8 +106,8 @@ def test_a_b_that_is_grouped_by_expert_is_merged_with_one_that_is_not(versions: 
     want = models_merged(model, pair, tmp_path / "as models", "task_arithmetic")
     config = config_of(pair[0]) | {"lora_B_layout": "grouped_by_expert", "peft_version": versions[0]}
     other = config_of(pair[1]) | {"peft_version": versions[1]}
-    for each, own in zip(pair, (config, other), strict=True):
-        (each / "adapter_config.json").write_text(json.dumps(own))
+    for path, written_config in zip(pair, (config, other), strict=True):
+        (path / "adapter_config.json").write_text(json.dumps(written_config))
     save_file(by_expert(tensors_of(pair[0])), pair[0] / "adapter_model.safetensors")
     out = merge(recipe(pair, "task_arithmetic", WEIGHTS), tmp_path / "out")
     assert_same(applied(model, out, tmp_path / "in"), want)
@@ -120,11 +120,11 @@ def test_experts_without_gates_are_merged_and_applied(swapped: bool, tmp_path: P
     """Up and down are each other's transpose, so the result has to say which layout it has."""
     tensors = up_and_down()
     model = write_checkpoint(tmp_path / "base", tensors, CONFIG)
-    own = {"r": R, "target_parameters": ["experts.up_proj", "experts.down_proj"]}
-    own["peft_version"] = "0.18.1" if swapped else "0.21.2"
-    pair = tuple(adapter(tmp_path / str(k), rolled(stacked(tensors, swapped=swapped), k), **own) for k in range(2))
+    config = {"r": R, "target_parameters": ["experts.up_proj", "experts.down_proj"]}
+    config["peft_version"] = "0.18.1" if swapped else "0.21.2"
+    pair = tuple(adapter(tmp_path / str(k), rolled(stacked(tensors, swapped=swapped), k), **config) for k in range(2))
     out = merge(recipe(pair, "task_arithmetic", WEIGHTS), tmp_path / "out")
-    assert config_of(out)["peft_version"] == own["peft_version"]
+    assert config_of(out)["peft_version"] == config["peft_version"]
     assert_same(
         applied(model, out, tmp_path / "in"),
         models_merged(model, (pair[0], pair[1]), tmp_path / "as models", "task_arithmetic"),
@@ -146,9 +146,9 @@ def test_classifiers_heads_are_merged_with_adapters(tmp_path: Path) -> None:
     )
     out = merge(recipe(pair, "linear", (0.5, 0.5), normalize=False), tmp_path / "out")
     assert config_of(out)["task_type"] == "SEQ_CLS"
-    found = applied(model, out, tmp_path / "in")
-    np.testing.assert_allclose(found["score.weight"], (heads[0] + heads[1]) / 2, atol=1e-6)
-    assert "lm_head.weight" not in found
+    weights = applied(model, out, tmp_path / "in")
+    np.testing.assert_allclose(weights["score.weight"], (heads[0] + heads[1]) / 2, atol=1e-6)
+    assert "lm_head.weight" not in weights
     problem = refusal({**recipe(pair, "task_arithmetic", (0.5, 0.5)), "base_model": str(model)})
     assert "it saves score.weight whole, and task_arithmetic needs the base's" in str(problem)
     assert "has no such tensor" in str(problem)
@@ -160,9 +160,9 @@ def one_by_one(lora: Path, folder: Path) -> Path:
     tensors, config = tensors_of(lora), config_of(lora)
     a, b = (tensors[f"{P}{EXPERTS}.lora_{part}.weight"] for part in "AB")
     rank = config["r"]
-    own = {f"{P}{EXPERTS}.{e}.down_proj.lora_A.weight": a[e * rank : (e + 1) * rank] for e in range(E)}
-    own |= {f"{P}{EXPERTS}.{e}.down_proj.lora_B.weight": np.ascontiguousarray(b[:, e::E]) for e in range(E)}
-    return adapter(folder, own, r=rank, lora_alpha=config["lora_alpha"], target_modules=["down_proj"])
+    single_factors = {f"{P}{EXPERTS}.{e}.down_proj.lora_A.weight": a[e * rank : (e + 1) * rank] for e in range(E)}
+    single_factors |= {f"{P}{EXPERTS}.{e}.down_proj.lora_B.weight": np.ascontiguousarray(b[:, e::E]) for e in range(E)}
+    return adapter(folder, single_factors, r=rank, lora_alpha=config["lora_alpha"], target_modules=["down_proj"])
 
 
 def test_experts_by_name_get_one_rank(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_tensors_saved_whole_are_merged_as_those_of_models(tmp_path: Path) -> No
     config, tensors = config_of(out), tensors_of(out)
     assert sorted(config["modules_to_save"]) == ["lm_head", "model.norm"]
     for name in (HEAD, NORM):
-        one, two = (tensors_of(each)[f"{P}{name}"].astype(np.float64) for each in pair)
+        one, two = (tensors_of(adapter)[f"{P}{name}"].astype(np.float64) for adapter in pair)
         np.testing.assert_allclose(tensors[f"{P}{name}"], 0.7 * one + 0.3 * two, atol=1e-6)
     model = base(tmp_path / "base", np.float32)
     assert_same(
@@ -217,12 +217,12 @@ def test_what_an_adapter_does_not_save_is_the_base_s(method: str, tmp_path: Path
     pair = with_whole(tmp_path / "one", 1), with_whole(tmp_path / "two", 2, (NORM,))
     shared = {"density": 0.5} if method == "ties" else {}
     out = merge({**recipe(pair, method, WEIGHTS, **shared), "base_model": str(model)}, tmp_path / "out")
-    found = applied(model, out, tmp_path / "in")
+    weights = applied(model, out, tmp_path / "in")
     want = models_merged(model, pair, tmp_path / "as models", method, **shared)
     for name in (HEAD, NORM):
-        assert as_bytes(found[name]) == as_bytes(want[name])
+        assert as_bytes(weights[name]) == as_bytes(want[name])
     if method == "task_arithmetic":
-        assert_same(found, want)
+        assert_same(weights, want)
     assert "base_model" in (out / "README.md").read_text()
 
 
@@ -287,8 +287,8 @@ def test_a_sum_of_doras_is_a_dora(space: str, tmp_path: Path) -> None:
     weights = (0.4, 0.5, -0.3)
     what = {**recipe(three, "task_arithmetic", weights), "base_model": str(model)}
     out = merge(what, tmp_path / "out", adapter_space=space)
-    found = applied(model, out, tmp_path / "in")
-    assert_same(found, models_merged(model, three, tmp_path / "as models", "task_arithmetic", weights), 5e-5)
+    actual = applied(model, out, tmp_path / "in")
+    assert_same(actual, models_merged(model, three, tmp_path / "as models", "task_arithmetic", weights), 5e-5)
     config = config_of(out)
     assert (config["use_dora"], config["r"], config["rank_pattern"]) == (True, 9, {f"^{DOWN}": 4})
     assert config["base_model_name_or_path"] == str(model)  # none of the adapters names one
@@ -304,8 +304,8 @@ def test_a_smaller_rank_of_doras_keeps_the_norms_of_what_is_left(tmp_path: Path)
     pair = dora(tmp_path / "one", 1), dora(tmp_path / "two", 2)
     out = merge({**recipe(pair, "ties", density=0.5), "base_model": str(model)}, tmp_path / "out", adapter_rank=2)
     assert config_of(out)["target_modules"] == [Q, DOWN]  # theirs do not say all that they have
-    found, norms = applied(model, out, tmp_path / "in"), tensors_of(out)[f"{P}{Q}.lora_magnitude_vector"]
-    np.testing.assert_allclose(np.linalg.norm(found[f"{Q}.weight"], axis=1), norms, rtol=1e-5)
+    weights, norms = applied(model, out, tmp_path / "in"), tensors_of(out)[f"{P}{Q}.lora_magnitude_vector"]
+    np.testing.assert_allclose(np.linalg.norm(weights[f"{Q}.weight"], axis=1), norms, rtol=1e-5)
     assert config_of(out)["r"] == 2
 
 
@@ -324,20 +324,20 @@ def test_doras_without_what_they_need_are_rejected(tmp_path: Path) -> None:
 
 def scale_to_zero(model: Path, lora: Path, tmp_path: Path) -> None:
     """A merge whose first row of the base vanishes."""
-    found = applied(model, lora, tmp_path / "in")
+    weights = applied(model, lora, tmp_path / "in")
     tensors = tensors_of(lora)
     with weightsmith.open_checkpoint(model) as checkpoint:
         weight = checkpoint.read(f"{Q}.weight").astype(np.float64)
     a, b = (tensors[f"{P}{Q}.lora_{part}.weight"].astype(np.float64) for part in "AB")
-    c = np.linalg.norm(found[f"{Q}.weight"].astype(np.float64), axis=1) / np.linalg.norm(weight + 2 * b @ a, axis=1)
+    c = np.linalg.norm(weights[f"{Q}.weight"].astype(np.float64), axis=1) / np.linalg.norm(weight + 2 * b @ a, axis=1)
     weight_of_it = float(-1 / (c[0] - 1))
     merge({**recipe((lora,), "task_arithmetic", (weight_of_it,)), "base_model": str(model)}, tmp_path / "out")
 
 
 @pytest.mark.parametrize("kind", ["DoRA", "tensors that are saved whole", "factors of all experts of a parameter"])
 def test_peft_s_combinations_are_of_plain_factors(kind: str, tmp_path: Path) -> None:
-    made = {"DoRA": lambda: dora(tmp_path / "a", 1), "tensors that are saved whole": lambda: with_whole(tmp_path / "a", 1)}
-    lora = made[kind]() if kind in made else expert_adapters(tmp_path)[0]
+    makers = {"DoRA": lambda: dora(tmp_path / "a", 1), "tensors that are saved whole": lambda: with_whole(tmp_path / "a", 1)}
+    lora = makers[kind]() if kind in makers else expert_adapters(tmp_path)[0]
     assert f"PEFT's add_weighted_adapter has no peft_svd of {kind}" in str(refusal(recipe((lora,), "peft_svd", (1.0,))))
 
 
@@ -377,9 +377,9 @@ def test_adapters_of_different_trainers_are_merged(tmp_path: Path) -> None:
     }
     plain = adapter(tmp_path / "a", one), adapter(tmp_path / "b", two, target_modules=["q_proj", "down_proj"])
     pair = adapter(tmp_path / "c", one, **UNSLOTH), adapter(tmp_path / "d", wrapped, base_model_name_or_path="./Tiny-Llama")
-    outs = [merge(recipe(each, "ties", density=0.5), tmp_path / f"out {i}") for i, each in enumerate((plain, pair))]
-    found, want = ({n: as_bytes(a) for n, a in tensors_of(out).items()} for out in outs)
-    assert found == want
+    outs = [merge(recipe(adapters, "ties", density=0.5), tmp_path / f"out {i}") for i, adapters in enumerate((plain, pair))]
+    tensors, want = ({n: as_bytes(a) for n, a in tensors_of(out).items()} for out in outs)
+    assert tensors == want
     assert config_of(outs[1])["target_modules"] == [Q, DOWN]
     assert config_of(outs[1])["task_type"] == "CAUSAL_LM"
 
@@ -391,7 +391,7 @@ def test_a_base_that_the_recipe_names_may_have_several_names(tmp_path: Path) -> 
     what = {**recipe((pair[0], pair[1]), "task_arithmetic"), "base_model": str(model)}
     plan = weightsmith.plan(what)
     (warning,) = plan.warnings
-    assert [each.ref for each in plan.models] == list(map(str, pair))  # nothing of the base is read
+    assert [model.ref for model in plan.models] == list(map(str, pair))  # nothing of the base is read
     assert warning.what.startswith("adapters that name different bases")
     assert warning.details == (f"{pair[0]}: org/one", f"{pair[1]}: org/two")
 
@@ -426,9 +426,9 @@ def test_settings_from_elsewhere_are_checked(kind: str, tmp_path: Path) -> None:
     for product in weightsmith.plan(kinds(tmp_path)[kind]).products:
         check = find_kind(product.op).check
         assert check(product) == ""
-        own = dict(product.settings["modules"][0])
-        for key, value in {"experts": 10**9, "normed": (7,), "scaled": not own["scaled"]}.items():
-            modules = ({**own, key: value}, *product.settings["modules"][1:])
+        module_settings = dict(product.settings["modules"][0])
+        for key, value in {"experts": 10**9, "normed": (7,), "scaled": not module_settings["scaled"]}.items():
+            modules = ({**module_settings, key: value}, *product.settings["modules"][1:])
             assert check(replace(product, settings={**product.settings, "modules": modules})), key
         if product.op == "merged_factors":
             assert check(replace(product, settings={**product.settings, "ranks": ()}))
@@ -488,10 +488,10 @@ def test_peft_loads_merged_adapters_and_they_are_the_merge(kind: str, tmp_path: 
     out = merge({**what, "base_model": str(tmp_path / "base")}, tmp_path / "out")
 
     wrapped = peft.get_peft_model(load(tmp_path / "base", dtype=torch.float32), peft.PeftConfig.from_pretrained(out))
-    own = {n for n in wrapped.state_dict() if "lora_" in n or "modules_to_save" in n}
-    found = peft.set_peft_model_state_dict(wrapped, {n: torch.from_numpy(a) for n, a in tensors_of(out).items()})
-    assert found.unexpected_keys == []
-    assert not own & set(found.missing_keys)
+    adapter_names = {n for n in wrapped.state_dict() if "lora_" in n or "modules_to_save" in n}
+    loading = peft.set_peft_model_state_dict(wrapped, {n: torch.from_numpy(a) for n, a in tensors_of(out).items()})
+    assert loading.unexpected_keys == []
+    assert not adapter_names & set(loading.missing_keys)
     tokens = torch.arange(12)[None]
     with torch.no_grad():
         torch.testing.assert_close(wrapped.eval()(tokens).logits, merged.eval()(tokens).logits, atol=2e-5, rtol=1e-4)
@@ -518,9 +518,9 @@ def test_peft_loads_merged_experts_that_are_named_one_by_one(tmp_path: Path) -> 
     assert any(".experts.0." in name for name in tensors_of(pair[0]))
     out = merge(recipe(pair, "task_arithmetic", WEIGHTS), tmp_path / "out")
     assert config_of(out)["r"] == 5
-    found = models_merged(tmp_path / "base", pair, tmp_path / "as models", "task_arithmetic")
+    weights = models_merged(tmp_path / "base", pair, tmp_path / "as models", "task_arithmetic")
     want = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "as models", dtype=torch.float32)
-    assert found.keys()
+    assert weights.keys()
     fresh = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     tuned = peft.PeftModel.from_pretrained(fresh, out)
     loaded = tuned.load_adapter(out, adapter_name="again")

@@ -61,25 +61,25 @@ def test_base_and_adapter_are_the_fine_tune(name: str, tmp_path: Path, asked: No
 
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     fine, model = models(name, tmp_path)
-    made = extract(fine, model, tmp_path / "out", max_rank=10000, out_dtype="float32")
+    extraction = extract(fine, model, tmp_path / "out", max_rank=10000, out_dtype="float32")
     model_class = getattr(transformers, FAMILIES[name][0])
     want, fresh = (model_class.from_pretrained(folder, dtype=torch.float32).eval() for folder in (fine, model))
-    given = inputs_of(want)
-    before = outputs_of(fresh, given)
-    loaded = peft.PeftModel.from_pretrained(fresh, made.out).eval()
-    info = loaded.load_adapter(made.out, adapter_name="again")
+    inputs = inputs_of(want)
+    before = outputs_of(fresh, inputs)
+    loaded = peft.PeftModel.from_pretrained(fresh, extraction.out).eval()
+    info = loaded.load_adapter(extraction.out, adapter_name="again")
     assert info.unexpected_keys == []
     assert [key for key in info.missing_keys if ".again." in key] == []
     moved = 0.0
-    for found, wanted, old in zip(outputs_of(loaded, given), outputs_of(want, given), before, strict=True):
-        assert float((found - wanted).norm()) <= 1e-5 * float(wanted.norm())
-        moved = max(moved, float((old - wanted).norm() / wanted.norm()))
+    for actual, expected, old in zip(outputs_of(loaded, inputs), outputs_of(want, inputs), before, strict=True):
+        assert float((actual - expected).norm()) <= 1e-5 * float(expected.norm())
+        moved = max(moved, float((old - expected).norm() / expected.norm()))
     assert moved > 0.1
-    back = applied(model, made.out, tmp_path / "back", dtype="float32")
+    back = applied(model, extraction.out, tmp_path / "back", dtype="float32")
     with weightsmith.open_checkpoint(fine) as checkpoint:
-        for own in checkpoint.specs:
-            np.testing.assert_allclose(back[own], checkpoint.read(own), atol=2e-5, err_msg=own)
-    report: Any = made.reports["extraction"]
+        for tensor in checkpoint.specs:
+            np.testing.assert_allclose(back[tensor], checkpoint.read(tensor), atol=2e-5, err_msg=tensor)
+    report: Any = extraction.reports["extraction"]
     assert report.left_out == {}
     assert report.to_json()["checked"]
 
@@ -97,25 +97,26 @@ def test_a_merge_of_adapters_is_an_adapter_that_peft_finds_as_it_finds_them(name
     second = tmp_path / "second"
     other = model_class.from_pretrained(first, dtype=torch.float32)
     with torch.no_grad():
-        for own in other.parameters():
-            own += 0.03 * torch.randn_like(own)
+        for parameter in other.parameters():
+            parameter += 0.03 * torch.randn_like(parameter)
     other.save_pretrained(second)
     want, other, fresh = (model_class.from_pretrained(f, dtype=torch.float32).eval() for f in (first, second, model))
     with torch.no_grad():
-        for own, theirs in zip(want.parameters(), other.parameters(), strict=True):
-            own += (theirs - own) / 2
-    made = [
-        extract(each, model, tmp_path / f"of {each.name}", max_rank=10000, out_dtype="float32").out for each in (first, second)
+        for parameter, theirs in zip(want.parameters(), other.parameters(), strict=True):
+            parameter += (theirs - parameter) / 2
+    adapters = [
+        extract(fine_tune, model, tmp_path / f"of {fine_tune.name}", max_rank=10000, out_dtype="float32").out
+        for fine_tune in (first, second)
     ]
-    recipe = {"merge_method": "linear", "models": [{"model": str(out), "parameters": {"weight": 0.5}} for out in made]}
+    recipe = {"merge_method": "linear", "models": [{"model": str(out), "parameters": {"weight": 0.5}} for out in adapters]}
     merged = weightsmith.merge(recipe, tmp_path / "merged", progress=False, fsync=False)
-    given = inputs_of(want)
+    inputs = inputs_of(want)
     loaded = peft.PeftModel.from_pretrained(fresh, merged.out).eval()
     info = loaded.load_adapter(merged.out, adapter_name="again")
     assert info.unexpected_keys == []
     assert [key for key in info.missing_keys if ".again." in key] == []
-    for found, wanted in zip(outputs_of(loaded, given), outputs_of(want, given), strict=True):
-        assert float((found - wanted).norm()) <= 1e-5 * float(wanted.norm())
+    for actual, expected in zip(outputs_of(loaded, inputs), outputs_of(want, inputs), strict=True):
+        assert float((actual - expected).norm()) <= 1e-5 * float(expected.norm())
 
 
 def headers(name: str) -> tuple[dict[str, Any], list[str]]:
@@ -137,7 +138,7 @@ def test_a_config_without_architectures_is_that_of_the_class_that_fits(name: str
     config, names = headers(name)
     stated = transformers_script.describe({**config, "architectures": [FAMILIES[name][0]]}, names)
     assert transformers_script.describe({**config, "architectures": None}, names) == stated
-    assert {own: key for own, (key, _) in stated["names"].items()} == {own: own for own in names}
+    assert {name: key for name, (key, _) in stated["names"].items()} == {name: name for name in names}
 
 
 @pytest.mark.slow
@@ -147,8 +148,8 @@ def test_names_are_known_without_peft(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "peft", None)
         patch.setattr(transformers_script, "find_spec", lambda _name: None)
-        found = transformers_script.describe({**config, "architectures": ["LlamaForCausalLM"]}, names)
-    assert (found["peft"], set(found["names"])) == (False, set(names))
+        description = transformers_script.describe({**config, "architectures": ["LlamaForCausalLM"]}, names)
+    assert (description["peft"], set(description["names"])) == (False, set(names))
 
 
 @pytest.mark.process
@@ -160,15 +161,15 @@ def test_transformers_is_asked_beside_the_run(tmp_path: Path) -> None:
     fine, model = (tmp_path / n for n in ("fine", "base"))
     base(model)
     tuned(fine, {f"{Q}.weight": normal(24, 24)})
-    made = extract(fine, model, tmp_path / "out")
-    assert made.warnings == () or "not checked" not in made.warnings[0].what
-    assert config_of(made.out)["target_modules"] == [Q]
+    extraction = extract(fine, model, tmp_path / "out")
+    assert extraction.warnings == () or "not checked" not in extraction.warnings[0].what
+    assert config_of(extraction.out)["target_modules"] == [Q]
 
 
 # ---- places
 
 
-def built(**more: Any) -> BuiltModel:
+def built(**options: Any) -> BuiltModel:
     """Two layers of a model with experts, a norm, and a head that is the embedding."""
     tensors = {"emb.weight": (8, 4), "head.weight": (8, 4), "norm.weight": (4,), "cls": (4,)}
     for i in (0, 1):
@@ -187,28 +188,28 @@ def built(**more: Any) -> BuiltModel:
         "refused": frozenset(),
         "rows": frozenset(),
     }
-    return BuiltModel(**fields | more)
+    return BuiltModel(**fields | options)
 
 
-def places(model: BuiltModel, *wanted: str) -> AdapterPlaces:
-    found = AdapterPlaces(model)
-    assert found.add_factors(FactorTarget("l.0.q", "linear", 2, True))
+def places(model: BuiltModel, *names: str) -> AdapterPlaces:
+    adapter_places = AdapterPlaces(model)
+    assert adapter_places.add_factors(FactorTarget("l.0.q", "linear", 2, True))
     for name in ("down_proj", "gate_up_proj"):
-        assert found.add_factors(FactorTarget(f"l.1.experts.{name}", "linear", 2, True, 2))
-    found.add_whole(wanted, model.tensors)
-    return found
+        assert adapter_places.add_factors(FactorTarget(f"l.1.experts.{name}", "linear", 2, True, 2))
+    adapter_places.add_whole(names, model.tensors)
+    return adapter_places
 
 
 def test_names_in_the_file() -> None:
-    found = places(built(), "l.0.q.bias", "l.1.q.bias", "norm.weight", "cls")
-    assert found.target_modules() == ["l.0.q"]
-    assert found.factors("l.0.q")[0] == f"{PREFIX}l.0.q.lora_A.weight"
-    assert found.factors("l.1.experts.gate_up_proj")[0] == f"{PREFIX}l.1.experts.base_layer.lora_A.weight"
-    assert found.factors("l.1.experts.down_proj")[0] == f"{PREFIX}l.1.experts.lora_A.weight"
-    assert found.whole == {"l.1.q": ("l.1.q.weight", "l.1.q.bias"), "norm": ("norm.weight",)}
-    assert found.in_place == ["l.0.q.bias", "cls"]
-    assert [found.saved(key) for key in found.in_place] == [f"{PREFIX}l.0.q.base_layer.bias", f"{PREFIX}cls"]
-    assert found.saved("norm.weight") == f"{PREFIX}norm.weight"
+    adapter_places = places(built(), "l.0.q.bias", "l.1.q.bias", "norm.weight", "cls")
+    assert adapter_places.target_modules() == ["l.0.q"]
+    assert adapter_places.factors("l.0.q")[0] == f"{PREFIX}l.0.q.lora_A.weight"
+    assert adapter_places.factors("l.1.experts.gate_up_proj")[0] == f"{PREFIX}l.1.experts.base_layer.lora_A.weight"
+    assert adapter_places.factors("l.1.experts.down_proj")[0] == f"{PREFIX}l.1.experts.lora_A.weight"
+    assert adapter_places.whole == {"l.1.q": ("l.1.q.weight", "l.1.q.bias"), "norm": ("norm.weight",)}
+    assert adapter_places.in_place == ["l.0.q.bias", "cls"]
+    assert [adapter_places.saved(key) for key in adapter_places.in_place] == [f"{PREFIX}l.0.q.base_layer.bias", f"{PREFIX}cls"]
+    assert adapter_places.saved("norm.weight") == f"{PREFIX}norm.weight"
 
 
 def test_modules_that_peft_does_not_take() -> None:
@@ -233,10 +234,10 @@ def test_modules_whose_names_end_alike_are_saved_in_place() -> None:
 
 def test_what_is_not_checked_is_said(tmp_path: Path) -> None:
     model, fine = base(tmp_path / "base"), tuned(tmp_path / "fine", {f"{Q}.weight": normal(24, 24)})
-    made = extract(fine, model, tmp_path / "out")
-    assert any("not checked: transformers is not installed" in w.what for w in made.warnings)
-    assert not json.loads((made.out / "extraction.json").read_text())["checked"]
-    assert tensors_of(made.out)
+    extraction = extract(fine, model, tmp_path / "out")
+    assert any("not checked: transformers is not installed" in w.what for w in extraction.warnings)
+    assert not json.loads((extraction.out / "extraction.json").read_text())["checked"]
+    assert tensors_of(extraction.out)
 
 
 def test_a_model_that_transformers_does_not_know_is_not_checked() -> None:
@@ -244,8 +245,8 @@ def test_a_model_that_transformers_does_not_know_is_not_checked() -> None:
     assert transformers_script.describe({"model_type": "no such"}, []) == {
         "unknown": "transformers has no model_type 'no such'"
     }
-    found = transformers_script.describe({"model_type": "llama", "architectures": ["X"]}, [])
-    assert found == {"unknown": "transformers has no model class 'X'"}
+    description = transformers_script.describe({"model_type": "llama", "architectures": ["X"]}, [])
+    assert description == {"unknown": "transformers has no model class 'X'"}
 
 
 @pytest.mark.slow

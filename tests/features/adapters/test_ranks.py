@@ -32,16 +32,16 @@ def falling(rows: int, cols: int, *, seed: int = 0) -> np.ndarray:
 def test_factors_keep_what_the_best_ones_keep_and_the_bound_holds(shape: tuple[int, int], exact: bool) -> None:
     delta = falling(*shape)
     best = np.linalg.svd(delta.astype(np.float64), compute_uv=False)
-    found = decompose(delta, 8, 1, exact=exact)
-    kept = float((found.values**2).sum())
-    assert found.energy == pytest.approx(float((best**2).sum()), rel=1e-6)
+    decomposed = decompose(delta, 8, 1, exact=exact)
+    kept = float((decomposed.values**2).sum())
+    assert decomposed.energy == pytest.approx(float((best**2).sum()), rel=1e-6)
     assert kept == pytest.approx(float((best[:8] ** 2).sum()), rel=1e-6 if exact else 1e-4)
-    left = delta.astype(np.float64) - found.left.astype(np.float64) @ found.right
-    assert float((left**2).sum()) == pytest.approx(found.energy - kept, rel=1e-3)  # what is kept is known exactly
+    remainder = delta.astype(np.float64) - decomposed.left.astype(np.float64) @ decomposed.right
+    assert float((remainder**2).sum()) == pytest.approx(decomposed.energy - kept, rel=1e-3)  # what is kept is known exactly
     if exact:
-        assert found.bound == 0
+        assert decomposed.bound == 0
     else:  # the basis has 24 columns: the best it can leave is the 25th value
-        assert best[24] ** 2 <= found.bound <= 25 * best[24] ** 2
+        assert best[24] ** 2 <= decomposed.bound <= 25 * best[24] ** 2
 
 
 def test_the_singular_values_are_shared_or_all_in_a() -> None:
@@ -55,8 +55,8 @@ def test_the_singular_values_are_shared_or_all_in_a() -> None:
 
 def test_a_matrix_of_zeros_has_factors_of_zeros() -> None:
     for exact in (True, False):
-        found = decompose(np.zeros((40, 60), np.float32), 4, 1, exact=exact)
-        assert (found.energy, found.bound, found.left.any(), found.right.any()) == (0, 0, False, False)
+        decomposed = decompose(np.zeros((40, 60), np.float32), 4, 1, exact=exact)
+        assert (decomposed.energy, decomposed.bound, decomposed.left.any(), decomposed.right.any()) == (0, 0, False, False)
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
@@ -69,8 +69,8 @@ def test_the_noise_of_rounding_is_measured_from_the_values(dtype: type) -> None:
 
 def spectrum_of(before: np.ndarray, after: np.ndarray, rank: int) -> Spectrum:
     delta = after - before
-    found = decompose(delta, rank, 1, exact=False)
-    return Spectrum(*delta.shape, found.values, found.energy, rounding_noise(after), found.bound)
+    decomposed = decompose(delta, rank, 1, exact=False)
+    return Spectrum(*delta.shape, decomposed.values, decomposed.energy, rounding_noise(after), decomposed.bound)
 
 
 @pytest.mark.parametrize("size", [1.0, 0.3])
@@ -124,8 +124,8 @@ def test_a_budget_is_spent_where_a_parameter_keeps_most() -> None:
 def test_nothing_and_noise_get_no_rank() -> None:
     nothing = Spectrum(64, 64, np.zeros(4), 0.0, 1e-6, 0.0)
     noise = normal(256, 256) * np.float32(1e-3)
-    found = decompose(noise, 16, 1, exact=False)
-    of_noise = Spectrum(256, 256, found.values, found.energy, 1e-6 * 1.1, found.bound)
+    decomposed = decompose(noise, 16, 1, exact=False)
+    of_noise = Spectrum(256, 256, decomposed.values, decomposed.energy, 1e-6 * 1.1, decomposed.bound)
     assert choose_ranks([nothing, of_noise], energy=0.9, max_parameters=None, sv_epsilon=0) == [0, 0]
     assert choose_ranks([nothing, of_noise], energy=None, max_parameters=None, sv_epsilon=0) == [0, 16]
     assert nothing.kept(0) == 1.0

@@ -68,15 +68,15 @@ def kohya(path: Path, shapes: dict[str, tuple[int, ...]], prefix: str = "", alph
 
 def deltas(tensors: dict[str, Any], a: str = ".lora_A.weight", b: str = ".lora_B.weight") -> dict[str, np.ndarray]:
     """Module → what is added to its weight, times the scale that the file states."""
-    found = {}
+    by_module = {}
     for name in tensors:
         if name.endswith(a):
             module = name.removesuffix(a)
             down, up = (np.asarray(tensors[f"{module}{end}"]) for end in (a, b))
             alpha = tensors.get(f"{module}.alpha")
             scale = 1.0 if alpha is None else float(alpha) / down.shape[0]
-            found[module] = scale * up.reshape(len(up), -1) @ down.reshape(len(down), -1)
-    return found
+            by_module[module] = scale * up.reshape(len(up), -1) @ down.reshape(len(down), -1)
+    return by_module
 
 
 def newer(module: str) -> str:
@@ -87,10 +87,10 @@ def newer(module: str) -> str:
     return f"{plain}.0" if plain.endswith(".to_out") else plain
 
 
-def same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    assert found.keys() == expected.keys()
+def same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert actual.keys() == expected.keys()
     for module, delta in expected.items():
-        np.testing.assert_allclose(found[module], delta, rtol=1e-5, atol=1e-5, err_msg=module)
+        np.testing.assert_allclose(actual[module], delta, rtol=1e-5, atol=1e-5, err_msg=module)
 
 
 @pytest.mark.slow
@@ -117,11 +117,11 @@ def test_stable_diffusion_xl_of_kohya_becomes_what_diffusers_makes_of_it(tmp_pat
     mapped = utils._maybe_map_sgm_blocks_to_diffusers(tensors, SimpleNamespace(layers_per_block=2))
     theirs, alphas = utils._convert_non_diffusers_lora_to_diffusers(mapped)
     assert set(alphas.values()) == {3.0}
-    found = deltas(load_file(converted(path, tmp_path / "out", "diffusers") / "pytorch_lora_weights.safetensors"))
+    actual = deltas(load_file(converted(path, tmp_path / "out", "diffusers") / "pytorch_lora_weights.safetensors"))
     stems = (".lora", "_lora", ".lora_linear_layer")
     ends = [(f"{stem}.down.weight", f"{stem}.up.weight") for stem in stems]
     expected = dict(itertools.chain(*(deltas(theirs, *pair_of_ends).items() for pair_of_ends in ends)))
-    same(found, {newer(module): 3 / RANK * delta for module, delta in expected.items()})
+    same(actual, {newer(module): 3 / RANK * delta for module, delta in expected.items()})
 
 
 def test_stable_diffusion_xl_gets_its_names_back(tmp_path: Path) -> None:
@@ -197,9 +197,9 @@ def test_a_file_with_loha_becomes_a_lora_of_diffusers(tmp_path: Path) -> None:
     }
     save_file({f"{name}.{part}": array for part, array in parts.items()}, tmp_path / "l.safetensors")
     out = converted(tmp_path / "l.safetensors", tmp_path / "out", "diffusers") / "pytorch_lora_weights.safetensors"
-    found = deltas(load_file(out))["transformer.transformer_blocks.0.attn.to_out.0"]
+    actual = deltas(load_file(out))["transformer.transformer_blocks.0.attn.to_out.0"]
     expected = (parts["hada_w1_a"] @ parts["hada_w1_b"]) * (parts["hada_w2_a"] @ parts["hada_w2_b"])
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_names_that_are_not_known_are_refused(tmp_path: Path) -> None:
@@ -300,9 +300,9 @@ def test_matrices_of_flux_that_cannot_be_joined_are_refused(layout: str, tmp_pat
 def test_the_t5_of_flux_has_another_number_in_diffusers(tmp_path: Path) -> None:
     t5, proj = "encoder.block.0.layer.0.SelfAttention.q", "lora_unet_single_blocks_1_linear2"
     path = kohya(tmp_path / "k.safetensors", {f"lora_te3_{t5.replace('.', '_')}": (H, H), proj: (H, 5 * H)})
-    made = weightsmith.convert_lora(path, tmp_path / "d", layout="diffusers", progress=False, fsync=False)
-    assert any("diffusers does not load factors of Flux's T5" in warning.what for warning in made.warnings)
-    diffusers = made.out / "pytorch_lora_weights.safetensors"
+    conversion = weightsmith.convert_lora(path, tmp_path / "d", layout="diffusers", progress=False, fsync=False)
+    assert any("diffusers does not load factors of Flux's T5" in warning.what for warning in conversion.warnings)
+    diffusers = conversion.out / "pytorch_lora_weights.safetensors"
     assert f"text_encoder_2.{t5}.lora_A.weight" in load_file(diffusers)
     comfyui = load_file(converted(diffusers, tmp_path / "c", "comfyui") / "pytorch_lora_weights.safetensors")
     assert f"text_encoders.t5xxl.transformer.{t5}.lora_A.weight" in comfyui
@@ -315,20 +315,20 @@ def test_names_that_several_models_have(layout: str, tmp_path: Path) -> None:
     """Under diffusers' names, one attention may be of Stable Diffusion 3, Qwen-Image and HunyuanVideo. Not of Flux."""
     path = diffusers_file(tmp_path / "d.safetensors", {"transformer.transformer_blocks.0.attn.to_q": (H, H)})
     if layout == "diffusers":
-        found = load_file(converted(path, tmp_path / "out", layout) / "pytorch_lora_weights.safetensors")
-        assert "transformer.transformer_blocks.0.attn.to_q.lora_A.weight" in found
+        tensors = load_file(converted(path, tmp_path / "out", layout) / "pytorch_lora_weights.safetensors")
+        assert "transformer.transformer_blocks.0.attn.to_q.lora_A.weight" in tensors
     else:
         message = "its names are those of Stable Diffusion 3, Qwen-Image, HunyuanVideo, which have other names in"
         assert message in str(refusal(path, layout))
     blocks = {f"transformer.transformer_blocks.{i}.attn.to_q": (H, H) for i in range(24)}
     file = diffusers_file(tmp_path / "all.safetensors", blocks)
-    found = load_file(next(converted(file, tmp_path / "out of all", layout).glob("*.safetensors")))
+    tensors = load_file(next(converted(file, tmp_path / "out of all", layout).glob("*.safetensors")))
     names = {
         "kohya": "lora_unet_joint_blocks_23_x_block_attn_qkv",
         "comfyui": "diffusion_model.joint_blocks.23.x_block.attn.qkv",
     }
     name = names.get(layout, "transformer.transformer_blocks.23.attn.to_q")
-    assert any(key.startswith(f"{name}.lora_") for key in found)
+    assert any(key.startswith(f"{name}.lora_") for key in tensors)
 
 
 def _with_text_attention(blocks: int, width: int, text: int, *outside: str) -> dict[str, tuple[int, int]]:
@@ -365,8 +365,8 @@ def test_ltx_is_known_by_a_module_or_by_its_size(blocks: int, width: int, outsid
     names = {name.removesuffix(".lora_A.weight") for name in load_file(theirs)}
     assert "transformer.time_embed.linear" in names
     back = converted(theirs, tmp_path / "back", "comfyui") / "pytorch_lora_weights.safetensors"
-    found = {name.removesuffix(".lora_A.weight") for name in load_file(back) if name.endswith(".lora_A.weight")}
-    assert found == {f"diffusion_model.{name}" for name in shapes}
+    modules = {name.removesuffix(".lora_A.weight") for name in load_file(back) if name.endswith(".lora_A.weight")}
+    assert modules == {f"diffusion_model.{name}" for name in shapes}
 
 
 class _Checkpoint(dict[str, Any]):
@@ -390,7 +390,7 @@ def _by_diffusers(family: Family, added: dict[str, np.ndarray]) -> dict[str, np.
     if family is STABLE_DIFFUSION_3:  # the last block of its context is another one
         whole["joint_blocks.2.x_block.attn.qkv.weight"] = torch.zeros(3 * H, H)
     name = {WAN: "wan_transformer", HUNYUAN_VIDEO: "hunyuan_video_transformer", LTX: "ltx_transformer_checkpoint"}
-    found = getattr(single, f"convert_{name.get(family, 'sd3_transformer_checkpoint')}_to_diffusers")(whole)
+    renamed = getattr(single, f"convert_{name.get(family, 'sd3_transformer_checkpoint')}_to_diffusers")(whole)
     cut = {
         f"single_transformer_{name.removeprefix('single_').removesuffix('linear1')}{part}": rows
         for name, array in single_blocks.items()
@@ -398,7 +398,7 @@ def _by_diffusers(family: Family, added: dict[str, np.ndarray]) -> dict[str, np.
             ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"), np.split(array, [H, 2 * H, 3 * H]), strict=True
         )
     }
-    return cut | {key.removesuffix(".weight"): value.numpy() for key, value in found.items() if key.endswith(".weight")}
+    return cut | {key.removesuffix(".weight"): value.numpy() for key, value in renamed.items() if key.endswith(".weight")}
 
 
 def _of_family(path: Path, family: Family, *, flat: bool) -> dict[str, np.ndarray]:
@@ -408,8 +408,8 @@ def _of_family(path: Path, family: Family, *, flat: bool) -> dict[str, np.ndarra
     shapes = {name.replace("#", str(i)): shape for name, shape in shapes.items() for i in range(2)}
     written = {f"lora_unet_{n.replace('.', '_')}" if flat else f"diffusion_model.{n}": n for n in shapes}
     kohya(path, {name: shapes[dotted] for name, dotted in written.items()})
-    found = deltas(load_file(path), ".lora_down.weight", ".lora_up.weight")
-    return {dotted: found[name] for name, dotted in written.items()}
+    by_module = deltas(load_file(path), ".lora_down.weight", ".lora_up.weight")
+    return {dotted: by_module[name] for name, dotted in written.items()}
 
 
 @pytest.mark.slow
@@ -420,10 +420,10 @@ def test_families_get_the_names_that_diffusers_gives_their_weights(family: Famil
     layout = "kohya" if flat else "comfyui"
     added = _of_family(tmp_path / "first.safetensors", family, flat=flat)
     theirs = converted(tmp_path / "first.safetensors", tmp_path / "theirs", "diffusers") / "pytorch_lora_weights.safetensors"
-    found = deltas(load_file(theirs))
+    actual = deltas(load_file(theirs))
     expected = _by_diffusers(family, added)
-    assert len(found) >= len(added)
-    for name, array in found.items():
+    assert len(actual) >= len(added)
+    for name, array in actual.items():
         np.testing.assert_allclose(array, expected[name.removeprefix("transformer.")], rtol=1e-5, atol=1e-5, err_msg=name)
     back = load_file(next(converted(theirs, tmp_path / "back", layout).glob("*.safetensors")))
     ends = (".lora_down.weight", ".lora_up.weight") if flat else (".lora_A.weight", ".lora_B.weight")
@@ -460,9 +460,9 @@ def test_diffusers_own_converters_of_adapters_agree(tmp_path: Path) -> None:
         save_file({key: value.numpy() for key, value in kept.items()}, path)
         expected = deltas({name: value.float().numpy() for name, value in convert(dict(kept)).items()})
         out = converted(path, tmp_path / f"{family.title} {flat}", "diffusers") / "pytorch_lora_weights.safetensors"
-        found = deltas(load_file(out))
-        assert found.keys() == expected.keys(), family.title
-        for name, array in found.items():
+        actual = deltas(load_file(out))
+        assert actual.keys() == expected.keys(), family.title
+        for name, array in actual.items():
             np.testing.assert_allclose(array, expected[name], rtol=1e-5, atol=1e-5, err_msg=name)
     assert torch
 
@@ -470,9 +470,9 @@ def test_diffusers_own_converters_of_adapters_agree(tmp_path: Path) -> None:
 def test_families_in_files_with_text_encoders_and_other_names(tmp_path: Path) -> None:
     sd3 = {"lora_unet_joint_blocks_0_x_block_attn_qkv": (3 * H, H), "lora_te3_encoder_block_0_layer_0_SelfAttention_q": (H, H)}
     path = kohya(tmp_path / "a.safetensors", sd3)
-    found = deltas(load_file(converted(path, tmp_path / "out", "diffusers") / "pytorch_lora_weights.safetensors"))
+    actual = deltas(load_file(converted(path, tmp_path / "out", "diffusers") / "pytorch_lora_weights.safetensors"))
     blocks = [f"transformer.transformer_blocks.0.attn.to_{part}" for part in "qkv"]
-    assert found.keys() == {*blocks, "text_encoder_3.encoder.block.0.layer.0.SelfAttention.q"}
+    assert actual.keys() == {*blocks, "text_encoder_3.encoder.block.0.layer.0.SelfAttention.q"}
     for module, shape, message in (
         ("lora_unet_joint_blocks_0_x_block_attn_qkv", (3 * H + 3, H), "its parts are not square"),
         ("lora_unet_joint_blocks_0_x_block_attn_norm", (H, H), "modules have names that are not known"),
@@ -498,7 +498,7 @@ def test_every_module_of_the_unets_has_its_name(tmp_path: Path) -> None:
     places = [f"input_blocks.{i}.{j}" for i in range(1, 9) for j in (0, 1)]
     places += [f"output_blocks.{i}.{j}" for i in range(9) for j in (0, 1, 2)] + [f"middle_block.{i}" for i in range(3)]
     inside = ["in_layers.2", "out_layers.3", "emb_layers.1", "skip_connection", "op", "conv", "proj_in"]
-    made = {_unet_name(f"{place}.{inner}") for place in places for inner in inside}
+    unet_names = {_unet_name(f"{place}.{inner}") for place in places for inner in inside}
     kinds = (".conv1", ".conv2", ".time_emb_proj", ".conv", ".proj_in")
-    assert {name for name in modules if name.endswith(kinds) and not name.startswith("time")} <= made
-    assert all(_unet_name(_first_name(name)) == name for name in made if name)
+    assert {name for name in modules if name.endswith(kinds) and not name.startswith("time")} <= unet_names
+    assert all(_unet_name(_first_name(name)) == name for name in unet_names if name)

@@ -56,14 +56,14 @@ def diffusers(path: Path, seed: int, rank: int = 2, ends: Ends = PEFT, beginning
 
 def updates(tensors: Arrays, a_end: str, b_end: str) -> Arrays:
     """Module → what a file adds to its weight."""
-    found = {}
+    by_module = {}
     for name, a in tensors.items():
         if name.endswith(a_end):
             module = name.removesuffix(a_end)
             alpha = float(tensors.get(f"{module}.alpha", len(a)))
             b = tensors[f"{module}{b_end}"]
-            found[module] = alpha / len(a) * product(a, b, (len(b), *a.shape[1:]))
-    return found
+            by_module[module] = alpha / len(a) * product(a, b, (len(b), *a.shape[1:]))
+    return by_module
 
 
 def kohya_updates(path: Path) -> Arrays:
@@ -85,11 +85,11 @@ def test_the_updates_of_kohya_s_files_are_merged(
     paths = kohya(tmp_path / "one.safetensors", 1, 2, 1.0), kohya(tmp_path / "two.safetensors", 2, 3, 6.0)
     out = merge(recipe(paths, method, weights, **shared), tmp_path / "out")
     stored = load_file(out / "lora.safetensors")
-    found, (one, two) = kohya_updates(out / "lora.safetensors"), map(kohya_updates, paths)
-    assert found.keys() == SHAPES.keys()
+    actual, (one, two) = kohya_updates(out / "lora.safetensors"), map(kohya_updates, paths)
+    assert actual.keys() == SHAPES.keys()
     for module, shape in SHAPES.items():
         want = shares[0] * one[module] + shares[1] * two[module]
-        np.testing.assert_allclose(found[module], want, atol=3e-6 * np.abs(want).max(), err_msg=module)
+        np.testing.assert_allclose(actual[module], want, atol=3e-6 * np.abs(want).max(), err_msg=module)
         rank = min(5, shape[0], int(np.prod(shape[1:])))
         assert stored[f"{module}.alpha"].shape == ()
         assert float(stored[f"{module}.alpha"]) == rank
@@ -104,9 +104,9 @@ def test_a_smaller_rank(tmp_path: Path) -> None:
     module = {"lora_unet_mid_block_attn1_to_q": (6, 8)}
     paths = tuple(kohya(tmp_path / f"{i}.safetensors", i, 3, None, module) for i in (1, 2))
     out = merge(recipe(paths, normalize=False), tmp_path / "out", adapter_rank=2, out_dtype="float16")
-    (found,), (one,), (two,) = (kohya_updates(path).values() for path in (out / "lora.safetensors", *paths))
+    (actual,), (one,), (two,) = (kohya_updates(path).values() for path in (out / "lora.safetensors", *paths))
     u, s, vt = np.linalg.svd(one + two)
-    np.testing.assert_allclose(found, (u[:, :2] * s[:2]) @ vt[:2], atol=2e-3 * s[0])
+    np.testing.assert_allclose(actual, (u[:, :2] * s[:2]) @ vt[:2], atol=2e-3 * s[0])
     stored = load_file(out / "lora.safetensors")
     assert {str(stored[name].dtype) for name in stored if "lora_" in name.partition(".")[2]} == {"float16"}
 
@@ -114,11 +114,11 @@ def test_a_smaller_rank(tmp_path: Path) -> None:
 def test_modules_that_one_file_lacks(tmp_path: Path) -> None:
     first = dict(list(SHAPES.items())[:3])
     paths = kohya(tmp_path / "one.safetensors", 1), kohya(tmp_path / "two.safetensors", 2, shapes=first)
-    found = kohya_updates(merge(recipe(paths, normalize=False), tmp_path / "out") / "lora.safetensors")
+    actual = kohya_updates(merge(recipe(paths, normalize=False), tmp_path / "out") / "lora.safetensors")
     one, two = map(kohya_updates, paths)
-    assert found.keys() == SHAPES.keys()
+    assert actual.keys() == SHAPES.keys()
     for module, want in one.items():
-        np.testing.assert_allclose(found[module], want + two.get(module, 0), atol=1e-5)
+        np.testing.assert_allclose(actual[module], want + two.get(module, 0), atol=1e-5)
 
 
 @pytest.mark.parametrize("ends", [PEFT, OLDER, OF_TEXT_ENCODERS])
@@ -128,9 +128,9 @@ def test_diffusers_files_keep_their_names(ends: Ends, tmp_path: Path) -> None:
     name = f"transformer.{FLUX}"
     stored = load_file(out / "pytorch_lora_weights.safetensors")
     assert stored.keys() == {f"{name}.{end}.weight" for end in ends}
-    (found,) = updates(stored, f".{ends[0]}.weight", f".{ends[1]}.weight").values()
-    each = [updates(load_file(path), f".{ends[0]}.weight", f".{ends[1]}.weight")[name] for path in paths]
-    np.testing.assert_allclose(found, sum(each) / 2, atol=1e-5)
+    (actual,) = updates(stored, f".{ends[0]}.weight", f".{ends[1]}.weight").values()
+    per_file = [updates(load_file(path), f".{ends[0]}.weight", f".{ends[1]}.weight")[name] for path in paths]
+    np.testing.assert_allclose(actual, sum(per_file) / 2, atol=1e-5)
 
 
 def test_alphas_of_names_with_dots_are_kept(tmp_path: Path) -> None:
@@ -140,19 +140,19 @@ def test_alphas_of_names_with_dots_are_kept(tmp_path: Path) -> None:
     out = merge(recipe(paths, normalize=False), tmp_path / "out")
     stored = load_file(out / "pytorch_lora_weights.safetensors")
     assert float(stored[f"diffusion_model.{FLUX}.alpha"]) == 4
-    (found,), ((one,), (two,)) = (
+    (actual,), ((one,), (two,)) = (
         updates(stored, ".lora_down.weight", ".lora_up.weight").values(),
         (kohya_updates(path).values() for path in paths),
     )
-    np.testing.assert_allclose(found, one + two, atol=1e-5)
+    np.testing.assert_allclose(actual, one + two, atol=1e-5)
 
 
 def test_peft_s_files_give_a_folder_for_peft(tmp_path: Path) -> None:
     one, two = adapter(tmp_path / "one", factors(Q, H, H, seed=1)), adapter(tmp_path / "two", factors(Q, H, H, seed=5))
     want = merge(recipe((one, two)), tmp_path / "folders")
-    found = merge(recipe((one / "adapter_model.safetensors", two)), tmp_path / "files")
+    merged_folder = merge(recipe((one / "adapter_model.safetensors", two)), tmp_path / "files")
     for name in ("adapter_model.safetensors", "adapter_config.json"):
-        assert (found / name).read_bytes() == (want / name).read_bytes()
+        assert (merged_folder / name).read_bytes() == (want / name).read_bytes()
 
 
 def test_folders_with_a_file_and_results_are_merged_again(tmp_path: Path) -> None:
@@ -162,10 +162,10 @@ def test_folders_with_a_file_and_results_are_merged_again(tmp_path: Path) -> Non
     out = merge(recipe((tmp_path / "hub1", tmp_path / "hub2")), tmp_path / "out")
     again = merge(recipe((out, tmp_path / "hub1"), normalize=False), tmp_path / "again")
     name = "pytorch_lora_weights.safetensors"
-    (found,), (merged,), (one,) = (
+    (actual,), (merged,), (one,) = (
         updates(load_file(path / name), ".lora_A.weight", ".lora_B.weight").values() for path in (again, out, tmp_path / "hub1")
     )
-    np.testing.assert_allclose(found, merged + one, atol=1e-5)
+    np.testing.assert_allclose(actual, merged + one, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_files_with_other_modules_of_one_network(tmp_path: Path) -> None:
     )
     plan = weightsmith.plan(recipe(paths))
     assert len(plan.steps) == 6
-    (warning,) = (each for each in plan.warnings if "in common" in each.what)
+    (warning,) = (warning for warning in plan.warnings if "in common" in warning.what)
     assert f"no module of the diffusion model in common with {paths[0]}" in warning.what
 
 
@@ -271,19 +271,19 @@ def test_diffusers_is_the_judge(stated: bool, tmp_path: Path) -> None:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = torch.randn_like(parameter) * 0.1
-        own = get_peft_model_state_dict(model)
+        layers = get_peft_model_state_dict(model)
         pipeline = diffusers_library.FluxPipeline
-        more = {"transformer_lora_adapter_metadata": model.peft_config["default"].to_dict()} if stated else {}
-        pipeline.save_lora_weights(tmp_path / str(i), transformer_lora_layers=own, **more)
+        options = {"transformer_lora_adapter_metadata": model.peft_config["default"].to_dict()} if stated else {}
+        pipeline.save_lora_weights(tmp_path / str(i), transformer_lora_layers=layers, **options)
         paths.append(tmp_path / str(i))
         seen.append(_fused(fresh(), paths[-1]))
     out = merge(recipe(tuple(paths), weights=(0.5, 0.5)), tmp_path / "out")
-    found = _fused(fresh(), out)
+    fused = _fused(fresh(), out)
     changed = 0
     for name, value in before.items():
-        want = sum((each[name] - value for each in seen), torch.zeros_like(value)) / 2
+        want = sum((state[name] - value for state in seen), torch.zeros_like(value)) / 2
         changed += bool(want.abs().max() > 0.01)
-        torch.testing.assert_close(found[name] - value, want, atol=1e-5, rtol=0)
+        torch.testing.assert_close(fused[name] - value, want, atol=1e-5, rtol=0)
     assert changed >= 3
 
 

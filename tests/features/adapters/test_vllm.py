@@ -49,12 +49,12 @@ def test_the_base_with_the_adapter_is_the_fine_tune(name: str, tmp_path: Path) -
         progress=False,
     )
     fine = fine_tuned(base, tmp_path / "fine")
-    made = weightsmith.extract_lora(
+    extraction = weightsmith.extract_lora(
         fine, base, tmp_path / "adapter", max_rank=RANK, energy=0.999999, out_dtype="float32", layout="vllm", progress=False
     )
-    requests = [Request(base, TOKENS), Request(base, TOKENS, adapter=Path(str(made.out)), rank=RANK)]
-    without, found = logprobs(requests, tmp_path / "outputs")
+    requests = [Request(base, TOKENS), Request(base, TOKENS, adapter=Path(str(extraction.out)), rank=RANK)]
+    without, adapted = logprobs(requests, tmp_path / "outputs")
     expected = logits(fine, TOKENS)
-    medians = [float(np.median(error(each, expected))) for each in (without, found)]
+    medians = [float(np.median(error(predicted, expected))) for predicted in (without, adapted)]
     print(f"{name}: error {medians[1]:.6f}, without the adapter {medians[0]:.4f}")
     assert medians[1] < BOUND < medians[0] / 10

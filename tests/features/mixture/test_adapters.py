@@ -34,8 +34,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
 def trained(model: Path, folder: Path, seed: int) -> Path:
     """An adapter with factors of each linear layer, as a trainer under FSDP and torch.compile saves it."""
     with weightsmith.open_checkpoint(model) as checkpoint:
-        own = [spec for spec in checkpoint.specs.values() if role_of(spec) == "linear"]
-    tensors = {k: v * 0.1 for s in own for k, v in factors(s.name.removesuffix(".weight"), *s.shape, 2, seed).items()}
+        linear = [spec for spec in checkpoint.specs.values() if role_of(spec) == "linear"]
+    tensors = {k: v * 0.1 for s in linear for k, v in factors(s.name.removesuffix(".weight"), *s.shape, 2, seed).items()}
     names = (name.replace(P, f"{P}_orig_mod.").replace("layers.", "layers._fsdp_wrapped_module.", 1) for name in tensors)
     pattern = r"(?:.*?(?:language|text).*?(?:self_attn|mlp).*?(?:q_proj|up_proj|down_proj))|(?:\bmodel\.layers\..*)"
     return adapter(folder, dict(zip(names, tensors.values(), strict=True)), r=2, target_modules=pattern)
@@ -51,16 +51,16 @@ def test_experts_with_adapters_are_the_merged_models(layout: ExpertLayout, model
     for i, ref in enumerate(refs):
         what = {"merge_method": "passthrough", "models": [{"model": ref}]}
         merged.append(str(weightsmith.merge(what, tmp_path / f"merged {i}", fsync=False, progress=False).out))
-    found = []
+    written = []
     for kind, (one, two) in enumerate((refs, merged)):
         keys = {"shared_experts": [{"source_model": two}]} if layout.shared_experts[0] else {}
         source = recipe(base, architecture=layout.name, **keys)
         source["experts"] = [{"source_model": name} for name in (one, str(base), two, one)]
         with weightsmith.open_checkpoint(weightsmith.moe(source, tmp_path / f"out {kind}", progress=False).out) as checkpoint:
-            found.append({name: as_bytes(checkpoint.read(name)) for name in checkpoint.specs})
-    assert found[0] == found[1]
-    names = [name for name in found[0] if "experts" in name or "_linear" in name]
-    assert len({found[0][name] for name in names}) > len(names) / 2  # the experts are not all the base
+            written.append({name: as_bytes(checkpoint.read(name)) for name in checkpoint.specs})
+    assert written[0] == written[1]
+    names = [name for name in written[0] if "experts" in name or "_linear" in name]
+    assert len({written[0][name] for name in names}) > len(names) / 2  # the experts are not all the base
 
 
 @pytest.mark.process
@@ -81,8 +81,8 @@ def test_experts_take_the_memory_of_the_factors_of_their_adapters(tmp_path: Path
         command = [sys.executable, "-c", code, tmp_path / f"{kind}.yml", tmp_path / f"out{kind}"]
         peaks.append(int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) * 1024)
     assert (tmp_path / "out1/model.safetensors").stat().st_size > 80_000_000
-    more = sum((lora / "adapter_model.safetensors").stat().st_size for lora in loras[1:])
-    assert peaks[1] - peaks[0] < 3 * more + 20_000_000, peaks
+    extra_bytes = sum((lora / "adapter_model.safetensors").stat().st_size for lora in loras[1:])
+    assert peaks[1] - peaks[0] < 3 * extra_bytes + 20_000_000, peaks
 
 
 def test_the_sum_of_the_factors_shows_in_an_expert(models: Models, tmp_path: Path) -> None:

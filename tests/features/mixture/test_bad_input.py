@@ -31,10 +31,10 @@ def model(
     layers: int = 2,
     wide: int = 12,
     vocab: int = 16,
-    more: Mapping[str, tuple[int, ...]] | None = None,
+    extra: Mapping[str, tuple[int, ...]] | None = None,
     **keys: Any,
 ) -> str:
-    """A model of zeros. more: tensors inside every layer, or other shapes of those. keys: of config.json."""
+    """A model of zeros. extra: tensors inside every layer, or other shapes of those. keys: of config.json."""
     inside = {
         "input_layernorm.weight": (8,),
         "post_attention_layernorm.weight": (8,),
@@ -45,7 +45,7 @@ def model(
         "mlp.gate_proj.weight": (wide, 8),
         "mlp.up_proj.weight": (wide, 8),
         "mlp.down_proj.weight": (8, wide),
-        **(more or {}),
+        **(extra or {}),
     }
     shapes = {"model.embed_tokens.weight": (vocab, 8), "model.norm.weight": (8,), "lm_head.weight": (vocab, 8)}
     shapes |= {f"model.layers.{i}.{name}": shape for i in range(layers) for name, shape in inside.items() if shape}
@@ -80,8 +80,8 @@ def test_another_depth(tmp_path: Path) -> None:
 
 def test_another_width(tmp_path: Path) -> None:
     base, other = model(tmp_path / "a"), model(tmp_path / "b", wide=16)
-    found = refused(base, experts=[other, base, other])
-    assert f"model.layers.0.mlp.gate_proj.weight of {other} is [16, 8], but layer 0 of {base} has [12, 8]" in found
+    message = refused(base, experts=[other, base, other])
+    assert f"model.layers.0.mlp.gate_proj.weight of {other} is [16, 8], but layer 0 of {base} has [12, 8]" in message
 
 
 def test_another_vocabulary(tmp_path: Path) -> None:
@@ -101,18 +101,18 @@ def test_another_vocabulary_is_a_warning_for_recipes_of_mergekit(tmp_path: Path)
 
 
 def test_an_expert_without_gate(tmp_path: Path) -> None:
-    base, other = model(tmp_path / "a"), model(tmp_path / "b", more={"mlp.gate_proj.weight": ()})
-    found = refused(base, experts=[base, other])
-    assert f"{other}: layer 0 has no mlp.gate_proj.weight" in found
+    base, other = model(tmp_path / "a"), model(tmp_path / "b", extra={"mlp.gate_proj.weight": ()})
+    message = refused(base, experts=[base, other])
+    assert f"{other}: layer 0 has no mlp.gate_proj.weight" in message
 
 
 def test_layers_of_several_widths(tmp_path: Path) -> None:
-    base = model(tmp_path / "a", more={"mlp.up_proj.weight": (10, 8)})
+    base = model(tmp_path / "a", extra={"mlp.up_proj.weight": (10, 8)})
     assert "the up projection of layer 0, model.layers.0.mlp.up_proj.weight, is [10, 8], not [12, 8]" in refused(base)
 
 
 def test_a_packed_matrix(tmp_path: Path) -> None:
-    base = model(tmp_path / "a", more={"mlp.gate_proj.weight": (96,)})
+    base = model(tmp_path / "a", extra={"mlp.gate_proj.weight": (96,)})
     assert "model.layers.0.mlp.gate_proj.weight is [96], not a matrix" in refused(base)
 
 
@@ -120,10 +120,10 @@ def test_a_mixture_as_an_expert(tmp_path: Path) -> None:
     gone = {f"mlp.{part}_proj.weight": () for part in ("gate", "up", "down")}
     there = {f"mlp.experts.0.{part}_proj.weight": (12, 8) for part in ("gate", "up", "down")}
     base = model(tmp_path / "a")
-    other = model(tmp_path / "b", more={**gone, **there})
-    for found in (refused(base, experts=[base, other]), refused(other, experts=[base, base])):
-        assert "layer 0 already has experts" in found
-        assert "for mixtures use prune_experts, merge_experts" in found
+    other = model(tmp_path / "b", extra={**gone, **there})
+    for message in (refused(base, experts=[base, other]), refused(other, experts=[base, base])):
+        assert "layer 0 already has experts" in message
+        assert "for mixtures use prune_experts, merge_experts" in message
 
 
 def test_a_router_that_cannot_route(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_router_that_cannot_route(tmp_path: Path) -> None:
 
 
 def test_an_expert_with_biases(tmp_path: Path) -> None:
-    base, other = model(tmp_path / "a"), model(tmp_path / "b", more={"mlp.down_proj.bias": (8,)})
+    base, other = model(tmp_path / "a"), model(tmp_path / "b", extra={"mlp.down_proj.bias": (8,)})
     assert f"{other} has mlp.down_proj.bias in its layers, which an expert cannot hold" in refused(base, experts=[other, base])
 
 
@@ -149,15 +149,15 @@ def test_more_per_token_than_there_are(tmp_path: Path) -> None:
 
 def test_one_expert_of_a_group(tmp_path: Path) -> None:
     base = model(tmp_path / "a")
-    found = refused(base, experts=[base], experts_per_token=1, architecture="glm4_moe")
-    assert "glm4_moe: it requires at least 2 experts, not 1" in found
-    assert "Write architecture: mixtral or granitemoe" in found
+    message = refused(base, experts=[base], experts_per_token=1, architecture="glm4_moe")
+    assert "glm4_moe: it requires at least 2 experts, not 1" in message
+    assert "Write architecture: mixtral or granitemoe" in message
 
 
 def test_a_shared_expert_where_there_is_none(tmp_path: Path) -> None:
-    found = refused(model(tmp_path / "a"), shared=1, architecture="mixtral")
-    assert "mixtral: it requires no shared expert, not 1" in found
-    assert "Write architecture: qwen2_moe or glm4_moe or deepseek" in found
+    message = refused(model(tmp_path / "a"), shared=1, architecture="mixtral")
+    assert "mixtral: it requires no shared expert, not 1" in message
+    assert "Write architecture: qwen2_moe or glm4_moe or deepseek" in message
 
 
 def test_no_shared_expert_where_there_must_be_one(tmp_path: Path) -> None:
@@ -166,18 +166,18 @@ def test_no_shared_expert_where_there_must_be_one(tmp_path: Path) -> None:
 
 
 def test_too_many_shared_experts(tmp_path: Path) -> None:
-    found = refused(model(tmp_path / "a"), shared=2)
-    assert "no architecture can hold" in found
-    assert "glm4_moe: it requires 0 to 1 shared experts, not 2" in found
+    message = refused(model(tmp_path / "a"), shared=2)
+    assert "no architecture can hold" in message
+    assert "glm4_moe: it requires 0 to 1 shared experts, not 2" in message
 
 
 # ---- architectures
 
 
 def test_an_unknown_architecture(tmp_path: Path) -> None:
-    found = refused(model(tmp_path / "a"), architecture="mixtrall")
-    assert "there is no architecture 'mixtrall' (did you mean 'mixtral'?)" in found
-    assert "deepseek_v3" in found
+    message = refused(model(tmp_path / "a"), architecture="mixtrall")
+    assert "there is no architecture 'mixtrall' (did you mean 'mixtral'?)" in message
+    assert "deepseek_v3" in message
 
 
 HEAD_NORMS = {"self_attn.q_norm.weight": (4,), "self_attn.k_norm.weight": (4,)}
@@ -186,7 +186,7 @@ BIASES = {"self_attn.q_proj.bias": (8,), "self_attn.k_proj.bias": (4,), "self_at
 
 
 @pytest.mark.parametrize(
-    ("architecture", "more", "keys", "why"),
+    ("architecture", "extra", "keys", "why"),
     [
         ("mixtral", BIASES, {"model_type": "qwen2"}, "it has no place for self_attn.k_proj.bias"),
         ("mixtral", {"mlp.gate_proj.bias": (12,)}, {}, "it has no place for mlp.gate_proj.bias"),
@@ -209,14 +209,14 @@ BIASES = {"self_attn.q_proj.bias": (8,), "self_attn.k_proj.bias": (4,), "self_at
     ],
 )  # fmt: skip
 def test_what_an_architecture_cannot_hold(
-    architecture: str, more: dict[str, Any], keys: dict[str, Any], why: str, tmp_path: Path
+    architecture: str, extra: dict[str, Any], keys: dict[str, Any], why: str, tmp_path: Path
 ) -> None:
     shared = int(architecture == "qwen2_moe")
-    base = model(tmp_path / "a", more=more, **keys)
-    found = refused(base, architecture=architecture, shared=shared)
-    assert f"{architecture} cannot hold experts of" in found
-    assert f"{architecture}: " in found
-    assert why in found
+    base = model(tmp_path / "a", extra=extra, **keys)
+    message = refused(base, architecture=architecture, shared=shared)
+    assert f"{architecture} cannot hold experts of" in message
+    assert f"{architecture}: " in message
+    assert why in message
 
 
 def test_what_would_work_is_said(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_what_would_work_is_said(tmp_path: Path) -> None:
 
 
 def test_a_head_of_biases(tmp_path: Path) -> None:
-    base = model(tmp_path / "a", more={"self_attn.o_proj.bias": (8,), **BIASES, "mlp.down_proj.bias": (8,)})
+    base = model(tmp_path / "a", extra={"self_attn.o_proj.bias": (8,), **BIASES, "mlp.down_proj.bias": (8,)})
     assert "no architecture can hold" in refused(base)
 
 

@@ -97,8 +97,8 @@ def test_a_computation_that_nobody_waits_for_ends_with_its_layer(
     done: list[int] = []
     plain = ProductGraph.context
 
-    def slow(self: ProductGraph, product: Product, *more: Any) -> ProductContext:
-        context = plain(self, product, *more)
+    def slow(self: ProductGraph, product: Product, *args: Any) -> ProductContext:
+        context = plain(self, product, *args)
 
         def progress(*now: int) -> None:
             context.progress(*now)
@@ -208,13 +208,13 @@ def test_work_with_other_prompts_is_not_resumed(models: Path, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_the_plan_is_of_what_router_weights_follow_from(models: Path, tmp_path: Path) -> None:
-    def router(**more: Any) -> Any:
-        (found,) = plan(recipe_of(models, told(0, 1), **more)).products
-        return found
+    def router(**options: Any) -> Any:
+        (product,) = plan(recipe_of(models, told(0, 1), **options)).products
+        return product
 
-    found = [router(), router(gate_mode="hidden"), router(router_scale=2), router(gate_mode="random")]
-    assert all(a != b for i, a in enumerate(found) for b in found[:i])
-    assert router() == found[0]
+    products = [router(), router(gate_mode="hidden"), router(router_scale=2), router(gate_mode="random")]
+    assert all(a != b for i, a in enumerate(products) for b in products[:i])
+    assert router() == products[0]
     for mode, kinds in (("random", 1), ("cheap_embed", 2)):
         others = [told(0, 1), told(0, 2)]
         apart = {str(plan(recipe_of(models, experts, gate_mode=mode)).products) for experts in others}

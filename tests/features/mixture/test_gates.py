@@ -92,9 +92,9 @@ def right(rows: torch.Tensor, samples: list[PromptSample]) -> float:
 
 
 def test_router_input_finds_the_quiet_directions_that_tell_experts_apart() -> None:
-    made, fresh = overlapping(2.5), overlapping(2.5, seed=1)
-    rows = discriminant(made, 3)
-    means = torch.stack([torch.cat(list(s.positive)).double().mean(0) for s in made])
+    samples, fresh = overlapping(2.5), overlapping(2.5, seed=1)
+    rows = discriminant(samples, 3)
+    means = torch.stack([torch.cat(list(s.positive)).double().mean(0) for s in samples])
     plain = right(means - means.mean(0), fresh)
     assert right(rows, fresh) > 0.85
     assert right(rows, fresh) > plain + 0.2  # the loud directions drown the difference of means
@@ -104,15 +104,15 @@ def test_router_input_finds_the_quiet_directions_that_tell_experts_apart() -> No
 def test_router_input_is_a_ridge_regression_on_whose_token_it_is() -> None:
     samples = overlapping(2.5)
     x = torch.cat([p for s in samples for p in s.positive]).double().numpy()
-    wanted = np.repeat(np.eye(3) - 1 / 3, len(x) // 3, axis=0)
+    targets = np.repeat(np.eye(3) - 1 / 3, len(x) // 3, axis=0)
     rows = discriminant(samples, 3).numpy()
     second = x.T @ x / len(x)
-    found = []
+    solutions = []
     for shrinkage in (0.001, 0.01, 0.1, 0.5):
         ridge = (1 - shrinkage) * second + shrinkage * np.trace(second) / 16 * np.eye(16)
-        found.append(np.linalg.solve(ridge, x.T @ wanted / len(x)).T)
-    assert any(np.allclose(unit(rows), unit(one), atol=1e-5) for one in found)
-    ratio = [np.linalg.norm(rows) / np.linalg.norm(one) for one in found]
+        solutions.append(np.linalg.solve(ridge, x.T @ targets / len(x)).T)
+    assert any(np.allclose(unit(rows), unit(one), atol=1e-5) for one in solutions)
+    ratio = [np.linalg.norm(rows) / np.linalg.norm(one) for one in solutions]
     assert min(ratio) > 0
 
 
@@ -121,7 +121,7 @@ def test_router_input_is_as_sure_as_it_is_right() -> None:
     for apart in (1.0, 2.5, 5.0):
         rows, fresh = discriminant(overlapping(apart), 3), overlapping(apart, seed=1)
         logits = [torch.cat(list(s.positive)).double() @ rows.T for s in fresh]
-        sure = torch.cat([own.softmax(1).max(1).values for own in logits]).mean().item()
+        sure = torch.cat([part.softmax(1).max(1).values for part in logits]).mean().item()
         assert abs(sure - right(rows, fresh)) < 0.06, apart
 
 
@@ -158,11 +158,11 @@ def test_one_short_prompt_for_each_expert_will_do() -> None:
 
 def tokenizer() -> Any:
     names = ["<pad>", "<s>", "</s>", "<unk>", *WORDS]
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(names)}, unk_token="<unk>"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    word_tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(names)}, unk_token="<unk>"))
+    word_tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    word_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     kinds = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **kinds)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=word_tokenizer, **kinds)
 
 
 def test_what_stands_before_every_text_is_known_and_not_counted() -> None:
@@ -211,9 +211,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def recipe_of(models: Path, experts: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+def recipe_of(models: Path, experts: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
     listed = [{"source_model": str(models / "ab"[i % 2]), **expert} for i, expert in enumerate(experts)]
-    return {"base_model": str(models / "a"), "experts": listed, **more}
+    return {"base_model": str(models / "a"), "experts": listed, **options}
 
 
 def told(*kinds: int) -> list[dict[str, Any]]:
@@ -233,8 +233,8 @@ def made_router(recipe: dict[str, Any], **options: Any) -> tuple[dict[str, np.nd
 
 @pytest.mark.slow
 def test_rows_reach_the_plan_and_a_scale_scales_them(models: Path) -> None:
-    def rows(**more: Any) -> np.ndarray:
-        arrays, report = made_router(recipe_of(models, told(0, 1), dtype="float32", **more))
+    def rows(**options: Any) -> np.ndarray:
+        arrays, report = made_router(recipe_of(models, told(0, 1), dtype="float32", **options))
         assert report is not None
         assert report.routing.of_own_expert(report.routing.first).mean() > 0.8
         return arrays["model.layers.0.block_sparse_moe.gate.weight"]
@@ -244,8 +244,8 @@ def test_rows_reach_the_plan_and_a_scale_scales_them(models: Path) -> None:
 
 @pytest.mark.slow
 def test_a_shared_expert_has_prompts_of_its_own_or_none(models: Path) -> None:
-    def gate(**own: Any) -> np.ndarray:
-        shared = [{"source_model": str(models / "a"), **own}]
+    def gate(**keys: Any) -> np.ndarray:
+        shared = [{"source_model": str(models / "a"), **keys}]
         arrays, _ = made_router(recipe_of(models, told(0, 1), architecture="qwen2_moe", shared_experts=shared))
         return next(array for name, array in arrays.items() if name.startswith("model.layers.0.") and "shared" in name)
 
@@ -265,7 +265,7 @@ def test_all_that_is_wrong_with_prompts_is_told_at_once(models: Path, tmp_path: 
     (tmp_path / "long.txt").write_bytes(b"a" * (MAX_BYTES + 1))
     same = {"positive_prompts": ["w1"]}
     files = [{"prompts_file": str(tmp_path / f"{name}.txt")} for name in ("empty", "latin", "long", "none")]
-    found = problems_of(recipe_of(models, [{}, *files, same, same]))
+    messages = problems_of(recipe_of(models, [{}, *files, same, same]))
     for part in (
         "requires prompts",
         "is empty",
@@ -274,13 +274,13 @@ def test_all_that_is_wrong_with_prompts_is_told_at_once(models: Path, tmp_path: 
         "no such file",
         "5 and 6 have the same",
     ):
-        assert sum(part in problem for problem in found) == 1, (part, found)
-    assert len(found) == 6
+        assert sum(part in problem for problem in messages) == 1, (part, messages)
+    assert len(messages) == 6
 
 
 def test_a_mode_that_does_not_exist_has_a_near_one(models: Path) -> None:
-    (found,) = problems_of(recipe_of(models, told(0, 1), gate_mode="hiden"))
-    assert "did you mean 'hidden'" in found
+    (message,) = problems_of(recipe_of(models, told(0, 1), gate_mode="hiden"))
+    assert "did you mean 'hidden'" in message
 
 
 def test_random_gates_need_no_prompts(models: Path) -> None:
@@ -290,21 +290,21 @@ def test_random_gates_need_no_prompts(models: Path) -> None:
 def test_a_base_without_a_tokenizer_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
     for seed, name in enumerate("ab"):
         save_model(tmp_path / name, transformers.LlamaConfig(**SIZES), seed=seed)
-    (found,) = problems_of(recipe_of(tmp_path, told(0, 1)), fill=True)
-    assert "the tokenizer of the base cannot be loaded" in found
+    (message,) = problems_of(recipe_of(tmp_path, told(0, 1)), fill=True)
+    assert "the tokenizer of the base cannot be loaded" in message
 
 
 def test_prompts_that_look_the_same_to_the_model_are_one_error(models: Path) -> None:
     experts = [{"positive_prompts": ["zzz"]}, {"positive_prompts": ["yyy"]}]  # both unknown words: the same token
-    (found,) = problems_of(recipe_of(models, experts, gate_mode="hidden"), fill=True)
-    assert "experts 0 and 1 have the same router weights in layers 0, 1" in found
+    (message,) = problems_of(recipe_of(models, experts, gate_mode="hidden"), fill=True)
+    assert "experts 0 and 1 have the same router weights in layers 0, 1" in message
 
 
 def test_a_prompt_longer_than_the_model_takes_names_the_way_out(models: Path) -> None:
     experts = [*told(0), {"positive_prompts": [text_of(1, 80)]}]
-    (found,) = problems_of(recipe_of(models, experts), fill=True)
-    assert "has 81 tokens, but the base supports at most 64" in found
-    assert "prompt_tokens: 512" in found
+    (message,) = problems_of(recipe_of(models, experts), fill=True)
+    assert "has 81 tokens, but the base supports at most 64" in message
+    assert "prompt_tokens: 512" in message
 
 
 def test_a_base_that_transformers_cannot_build_is_one_error(models: Path, tmp_path: Path) -> None:
@@ -314,8 +314,8 @@ def test_a_base_that_transformers_cannot_build_is_one_error(models: Path, tmp_pa
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"rms_norm_eps": "small"}))
     recipe = recipe_of(models, told(0, 1)) | {"base_model": str(base)}
-    (found,) = problems_of(recipe, fill=True)
-    assert "transformers cannot build a model of type 'llama'" in found
+    (message,) = problems_of(recipe, fill=True)
+    assert "transformers cannot build a model of type 'llama'" in message
 
 
 def test_a_device_that_is_not_there_is_one_error(models: Path) -> None:
@@ -329,9 +329,9 @@ SAME_END = [{"positive_prompts": ["w0 w1 w5"]}, {"positive_prompts": ["w2 w3 w5"
 
 
 def test_prompts_that_end_in_the_same_token_are_advised_another_mode(models: Path) -> None:
-    (found,) = problems_of(recipe_of(models, SAME_END, gate_mode="hidden"), fill=True)
-    assert "experts 0 and 1 have the same router weights in layer 0: their prompts end in the same token" in found
-    assert "Write gate_mode: router_input or hidden_avg" in found
+    (message,) = problems_of(recipe_of(models, SAME_END, gate_mode="hidden"), fill=True)
+    assert "experts 0 and 1 have the same router weights in layer 0: their prompts end in the same token" in message
+    assert "Write gate_mode: router_input or hidden_avg" in message
     negative = [SAME_END[0] | {"negative_prompts": ["w7 w5"]}, SAME_END[1] | {"negative_prompts": ["w8 w5"]}]
     first, second = problems_of(recipe_of(models, negative, gate_mode="hidden"), fill=True)
     assert "the router weights of expert 0" in first
@@ -344,10 +344,10 @@ def test_leniently_rows_of_zeros_are_written_with_a_warning(models: Path, tmp_pa
     negative = [SAME_END[0] | {"negative_prompts": ["w7 w5"]}, SAME_END[1] | {"negative_prompts": ["w8 w5"]}]
     recipe = recipe_of(models, negative, gate_mode="hidden")
     for options in ({"routing_report": False}, {"routing_report": True}):
-        made = weightsmith.moe(recipe, tmp_path / f"out{options['routing_report']}", lenient=True, fsync=False, **options)
-        said = [finding.what for finding in made.warnings]
+        mixture = weightsmith.moe(recipe, tmp_path / f"out{options['routing_report']}", lenient=True, fsync=False, **options)
+        said = [finding.what for finding in mixture.warnings]
         assert sum("are zero in layer 0" in what for what in said) == 2, said
-        with weightsmith.open_checkpoint(made.out) as out:
+        with weightsmith.open_checkpoint(mixture.out) as out:
             router = next(name for name in out.specs if "layers.0." in name and name.endswith("gate.weight"))
             assert not out.read(router).astype("f4").any()
 
@@ -355,10 +355,10 @@ def test_leniently_rows_of_zeros_are_written_with_a_warning(models: Path, tmp_pa
 @pytest.mark.slow
 def test_an_empty_prompt_is_the_bos_token_as_in_mergekit(models: Path, tmp_path: Path) -> None:
     experts = [{"positive_prompts": [""]}, *told(1)]
-    made = weightsmith.moe(recipe_of(models, experts, gate_mode="hidden"), tmp_path / "out", fsync=False)
-    assert made.out.is_dir()
-    (found,) = problems_of(recipe_of(models, experts), fill=True)  # router_input counts no bos token
-    assert "contain no token" in found
+    mixture = weightsmith.moe(recipe_of(models, experts, gate_mode="hidden"), tmp_path / "out", fsync=False)
+    assert mixture.out.is_dir()
+    (message,) = problems_of(recipe_of(models, experts), fill=True)  # router_input counts no bos token
+    assert "contain no token" in message
     with pytest.raises(PlanError, match="have the same prompts"):
         weightsmith.plan(recipe_of(models, [{"positive_prompts": [""]}] * 2, gate_mode="hidden"))
     placeholders = [{"positive_prompts": [""]}, {"positive_prompts": [""]}]
@@ -371,5 +371,5 @@ def test_packages_that_are_missing_are_those_of_a_mixture(monkeypatch: pytest.Mo
     from weightsmith._features.mixture.router import missing_packages
 
     monkeypatch.setattr("weightsmith._base.installation.find_spec", lambda name: None)
-    [found] = missing_packages()
-    assert found.finding.fix == f"Run {install('moe')}; or use gate_mode: random, which needs no hidden states."
+    [problem] = missing_packages()
+    assert problem.finding.fix == f"Run {install('moe')}; or use gate_mode: random, which needs no hidden states."

@@ -13,7 +13,7 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from tests.moe_help import DENSE, TOKENS, Models, config_of, edit_config, edit_tensors, load, logits, made, recipe
+from tests.moe_help import DENSE, TOKENS, Models, config_of, edit_config, edit_tensors, load, logits, make_mixture, recipe
 from tests.plan_help import prepare_moe
 from weightsmith._base.errors import PlanError
 from weightsmith._features.mixture.layouts import LAYOUTS
@@ -71,12 +71,12 @@ def pairs() -> Iterator[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "name", "tied"), list(pairs()))
 def test_equals_the_dense_model(layout: ExpertLayout, name: str, tied: bool, models: Models, tmp_path: Path) -> None:
-    made(source_of(layout, models, name, tied=tied), tmp_path / "out")
+    make_mixture(source_of(layout, models, name, tied=tied), tmp_path / "out")
     assert_equal(logits(tmp_path / "out"), models.logits(name, tied=tied))
 
 
-def assert_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+def assert_equal(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
 @pytest.mark.slow
@@ -84,15 +84,15 @@ def assert_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
 def test_generates_in_bf16_and_has_the_names_that_transformers_writes(
     layout: ExpertLayout, models: Models, tmp_path: Path
 ) -> None:
-    made(source_of(layout, models, layout.dense[0]), tmp_path / "out")
+    make_mixture(source_of(layout, models, layout.dense[0]), tmp_path / "out")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.dtype == torch.bfloat16
     tokens = model.generate(TOKENS[:1], max_new_tokens=4, min_new_tokens=4, do_sample=False)
     assert tokens.shape == (1, TOKENS.shape[1] + 4)
     with torch.no_grad():
-        found = model(TOKENS).logits.float()
+        actual = model(TOKENS).logits.float()
     expected = models.logits(layout.dense[0])
-    assert float((found - expected).abs().max() / expected.abs().max()) < 0.1
+    assert float((actual - expected).abs().max() / expected.abs().max()) < 0.1
     model.save_pretrained(tmp_path / "again")
     assert headers(tmp_path / "out") == headers(tmp_path / "again")
 
@@ -115,7 +115,7 @@ def test_every_expert_is_in_its_place(layout: ExpertLayout, models: Models, tmp_
     source["experts"] = [{"source_model": str(donor)} for donor in donors]
     if layout.shared:
         source["shared_experts"] = [{"source_model": str(donors[2])}]
-    made(source, tmp_path / "out")
+    make_mixture(source, tmp_path / "out")
     mixture, dense = load(tmp_path / "out"), [load(donor) for donor in donors]
     for i, layer in enumerate(mixture.model.layers):
         block = layer.block_sparse_moe if layout.name == "granitemoe" else layer.mlp
@@ -125,8 +125,8 @@ def test_every_expert_is_in_its_place(layout: ExpertLayout, models: Models, tmp_
             assert torch.equal(block.experts.down_proj[e], down), (i, e)
         if layout.shared:
             shared = block.shared_expert if layout.name == "qwen2_moe" else block.shared_experts
-            for own, expected in zip(parts(shared), parts(dense[2].model.layers[i].mlp), strict=True):
-                assert torch.equal(own, expected)
+            for matrix, expected in zip(parts(shared), parts(dense[2].model.layers[i].mlp), strict=True):
+                assert torch.equal(matrix, expected)
 
 
 def parts(mlp: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -146,7 +146,7 @@ def test_a_shared_expert_is_added(layout: ExpertLayout, models: Models, tmp_path
     half = {"source_model": str(models.dense(name, down=0.5))}
     everyone = {"experts_per_token": 4} if layout.name == "deepseek_v2" else {}
     source = recipe(models.dense(name), architecture=layout.name, shared_experts=[half], **everyone) | {"experts": [half] * 4}
-    assert any("residual_scale: 0.5" in warning for warning in made(source, tmp_path / "out"))
+    assert any("residual_scale: 0.5" in warning for warning in make_mixture(source, tmp_path / "out"))
     assert_equal(logits(tmp_path / "out"), models.logits(name))
 
 
@@ -158,28 +158,28 @@ def test_what_the_warning_says_begins_where_the_base_is(layout: ExpertLayout, mo
     source = recipe(models.dense(name), architecture=layout.name)
     source["experts"] = [{"source_model": base, "residual_scale": routed}] * 2
     source["shared_experts"] = [{"source_model": base, "residual_scale": shared}]
-    assert not any("residual_scale" in warning for warning in made(source, tmp_path / "out"))
+    assert not any("residual_scale" in warning for warning in make_mixture(source, tmp_path / "out"))
     assert_equal(logits(tmp_path / "out"), models.logits(name))
 
 
 def test_no_shared_expert_is_told(models: Models, tmp_path: Path) -> None:
-    warnings = made(recipe(models.dense("llama"), architecture="glm4_moe"), tmp_path / "out")
+    warnings = make_mixture(recipe(models.dense("llama"), architecture="glm4_moe"), tmp_path / "out")
     assert any("n_shared_experts: 0" in warning for warning in warnings)
 
 
 def test_a_shared_qwen_expert_is_told(models: Models, tmp_path: Path) -> None:
     base = models.dense("qwen2")
     source = recipe(base, shared_experts=[{"source_model": str(base)}])
-    assert any("residual_scale: 0 for the shared expert" in warning for warning in made(source, tmp_path / "out"))
+    assert any("residual_scale: 0 for the shared expert" in warning for warning in make_mixture(source, tmp_path / "out"))
     source["shared_experts"] = [{"source_model": str(base), "residual_scale": 0}]
-    (warning,) = made(source, tmp_path / "silent")
+    (warning,) = make_mixture(source, tmp_path / "silent")
     assert "llama.cpp ignores norm_topk_prob" in warning
-    assert not made(source | {"experts_per_token": 4}, tmp_path / "all")  # of all experts the weights sum to 1
+    assert not make_mixture(source | {"experts_per_token": 4}, tmp_path / "all")  # of all experts the weights sum to 1
 
 
 def test_deepseek_v2_says_what_transformers_does_not_read(models: Models, tmp_path: Path) -> None:
     base = models.dense("deepseek_v2")
-    warnings = made(recipe(base, architecture="deepseek_v2"), tmp_path / "out")
+    warnings = make_mixture(recipe(base, architecture="deepseek_v2"), tmp_path / "out")
     assert any("transformers ignores norm_topk_prob: true" in warning for warning in warnings)
     assert float((logits(tmp_path / "out") - models.logits("deepseek_v2")).abs().max()) > 0.01
 
@@ -195,7 +195,7 @@ def test_deepseek_of_remote_code(name: str, shared: bool, models: Models, tmp_pa
     source = recipe(models.dense(name), architecture="DeepSeek MoE")
     if shared:
         source |= {"experts": [half] * 4, "shared_experts": [half]}
-    warnings = made(source, tmp_path / "out")
+    warnings = make_mixture(source, tmp_path / "out")
     assert any("transformers has no class for it" in warning for warning in warnings)
     config = config_of(tmp_path / "out")
     code = "deepseek-ai/deepseek-moe-16b-base--modeling_deepseek.DeepseekForCausalLM"
@@ -224,8 +224,8 @@ def test_deepseek_of_remote_code(name: str, shared: bool, models: Models, tmp_pa
     for i, layer in enumerate(model.model.layers):
         layer.mlp = FirstDeepseek({n.removeprefix(f"model.layers.{i}.mlp."): t for n, t in tensors.items()}, shared)
     with torch.no_grad():
-        found = model(TOKENS).logits
-    assert_equal(found, models.logits(name))
+        actual = model(TOKENS).logits
+    assert_equal(actual, models.logits(name))
 
 
 class FirstDeepseek(torch.nn.Module):
@@ -270,7 +270,7 @@ def test_olmoe_of_a_model_with_its_norms(models: Models, tmp_path: Path) -> None
 
     edit_tensors(tmp_path / "single", tmp_path / "renamed", as_dense)
     dense = edit_config(tmp_path / "renamed", tmp_path / "dense", lambda config: config.update(model_type="mine"))
-    warnings = made(recipe(dense, architecture="olmoe"), tmp_path / "out")
+    warnings = make_mixture(recipe(dense, architecture="olmoe"), tmp_path / "out")
     assert any("it is not known to be equivalent to mine models" in warning for warning in warnings)
     expected = logits(tmp_path / "single")
     assert_equal(logits(tmp_path / "out"), expected)
@@ -335,7 +335,7 @@ def test_other_config_of_the_same_model(layout: str, name: str, edit: Any, model
     base = edit_config(models.dense(name), tmp_path / "base", edit)
     expected = models.logits(name)
     source = source_of(LAYOUTS.get(layout), models, name) | {"base_model": str(base)}
-    made(source, tmp_path / "out")
+    make_mixture(source, tmp_path / "out")
     torch.testing.assert_close(logits(base), expected)
     assert_equal(logits(tmp_path / "out"), expected)
 
@@ -350,9 +350,9 @@ def test_keys_that_the_dense_class_does_not_read(models: Models, tmp_path: Path)
     base = edit_config(models.dense("llama"), tmp_path / "base", stray)
     expected = models.logits("llama")
     for architecture in ("mixtral", "granitemoe", "glm4_moe"):
-        made(recipe(base, architecture=architecture), tmp_path / architecture)
-        found = logits(tmp_path / architecture)
-        assert_equal(found, expected)
+        make_mixture(recipe(base, architecture=architecture), tmp_path / architecture)
+        actual = logits(tmp_path / architecture)
+        assert_equal(actual, expected)
 
 
 CLASSES = {name: kind for name, (kind, _) in DENSE.items() if name in DEFAULTS}
@@ -361,9 +361,9 @@ CLASSES = {name: kind for name, (kind, _) in DENSE.items() if name in DEFAULTS}
 def fields(kind: str) -> dict[str, Any]:
     """What a config class reads, with its defaults."""
     cls = getattr(transformers, f"{kind}Config")
-    own = set().union(*(inspect.get_annotations(c) for c in cls.__mro__ if c is not transformers.PreTrainedConfig))
-    found = {field.name: field.default for field in dataclasses.fields(cls) if field.name in own}
-    return found | {"rope_theta": cls.default_theta}
+    annotated = set().union(*(inspect.get_annotations(c) for c in cls.__mro__ if c is not transformers.PreTrainedConfig))
+    defaults = {field.name: field.default for field in dataclasses.fields(cls) if field.name in annotated}
+    return defaults | {"rope_theta": cls.default_theta}
 
 
 @pytest.mark.parametrize("name", sorted(DEFAULTS))
@@ -487,14 +487,14 @@ def test_those_with_routers_of_sigmoids_say_so() -> None:
 
 
 def test_a_router_of_sigmoids_has_short_rows(models: Models, tmp_path: Path) -> None:
-    made(recipe(models.dense("llama"), architecture="glm4_moe"), tmp_path / "out")
+    make_mixture(recipe(models.dense("llama"), architecture="glm4_moe"), tmp_path / "out")
     tensors = load_tensors(tmp_path / "out")
     lengths = torch.stack([t.norm(dim=-1) for name, t in tensors.items() if name.endswith("mlp.gate.weight")])
     assert 0.98 < float(lengths.max()) < 1.02
 
 
 def test_the_correction_of_scores_is_float32(models: Models, tmp_path: Path) -> None:
-    made(recipe(models.dense("llama"), architecture="glm4_moe", dtype="float16"), tmp_path / "out")
+    make_mixture(recipe(models.dense("llama"), architecture="glm4_moe", dtype="float16"), tmp_path / "out")
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         assert file.get_slice("model.layers.1.mlp.gate.e_score_correction_bias").get_dtype() == "F32"
         assert file.get_slice("model.layers.1.mlp.gate.weight").get_dtype() == "F16"

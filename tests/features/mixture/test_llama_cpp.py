@@ -72,9 +72,9 @@ def tokenizer() -> Any:
     assert spec is not None
     assert spec.origin is not None
     file = next(Path(spec.origin).parent.glob("*.gguf"))
-    found = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    found.add_special_tokens({"additional_special_tokens": GLM})
-    return found
+    loaded = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    loaded.add_special_tokens({"additional_special_tokens": GLM})
+    return loaded
 
 
 @pytest.fixture(scope="module")
@@ -133,8 +133,8 @@ def of_transformers(folder: Path, tokens: npt.NDArray[np.int32]) -> Floats:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.inference_mode():
         logits = model(torch.tensor(tokens.astype(np.int64))).logits
-    found: Floats = torch.log_softmax(logits, -1)[:, tokens.shape[1] // 2 : -1].numpy()
-    return found
+    predicted: Floats = torch.log_softmax(logits, -1)[:, tokens.shape[1] // 2 : -1].numpy()
+    return predicted
 
 
 def apart(a: Floats, b: Floats) -> float:
@@ -147,9 +147,9 @@ def test_the_same_as_in_transformers(architecture: str, name: str, shared: bool,
     _, alike = llama_cpp(mixture(dense, architecture, name, shared, tmp_path / "alike", alike=True), tmp_path)
     assert apart(alike, base) < CLOSE
     folder = mixture(dense, architecture, name, shared, tmp_path / "own", alike=False)
-    tokens, own = llama_cpp(folder, tmp_path)
-    assert apart(own, of_transformers(folder, tokens)) < CLOSE
-    assert apart(own, base) > 10 * CLOSE
+    tokens, predicted = llama_cpp(folder, tmp_path)
+    assert apart(predicted, of_transformers(folder, tokens)) < CLOSE
+    assert apart(predicted, base) > 10 * CLOSE
 
 
 def test_deepseek_v2_is_the_base_where_in_transformers_it_is_not(dense: Dense, tmp_path: Path) -> None:

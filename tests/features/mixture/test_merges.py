@@ -31,13 +31,13 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Path], di
     return moe_zoo.Saved(folder, 1), moe_zoo.Saved(folder, 2)
 
 
-def merge(recipe: dict[str, Any], base: Path, *models: Path, out: Path, **more: Any) -> weightsmith.Merged:
+def merge(recipe: dict[str, Any], base: Path, *models: Path, out: Path, **options: Any) -> weightsmith.Merged:
     listed = [{"model": str(model)} for model in models]
     if recipe["merge_method"] == "linear":
         listed.insert(0, {"model": str(base)})
     else:
         recipe = {**recipe, "base_model": str(base)}
-    return weightsmith.merge({**recipe, "models": listed, **more}, out, fsync=False)
+    return weightsmith.merge({**recipe, "models": listed, **options}, out, fsync=False)
 
 
 @pytest.mark.slow
@@ -79,9 +79,13 @@ def test_every_method_merges_mixtures(method: str, triples: dict[str, list[Path]
     """Names, shapes and dtypes stay, every expert changes, and all numbers are finite."""
     case = next(case for case in CASES.values() if case.method == method)
     for name, folders in triples.items():
-        given = [{k: v for k, v in own.items() if v is not None} for own in case.models][case.base :]
-        used = folders[case.base :][: len(given)]
-        listed = [{"model": str(m), "parameters": own} for m, own in zip(used, given, strict=False)]
+        parameters = [{k: v for k, v in model_parameters.items() if v is not None} for model_parameters in case.models][
+            case.base :
+        ]
+        used = folders[case.base :][: len(parameters)]
+        listed = [
+            {"model": str(m), "parameters": model_parameters} for m, model_parameters in zip(used, parameters, strict=False)
+        ]
         shared = {key: value for key, value in case.shared.items() if value not in (None, "none")}
         recipe = {"merge_method": method, "models": listed, "parameters": shared, "dtype": "bfloat16"}
         if case.base:
@@ -148,8 +152,8 @@ def test_a_stack_of_two_mixtures_loads(name: str, pairs: tuple[dict[str, Path], 
     first, second, out = moe_zoo.read(a), moe_zoo.read(b), moe_zoo.read(tmp_path / "out")
     sources = [(first, 0), (first, 1), (second, 1), (first, 1)]
     for i, (source, layer) in enumerate(sources):
-        prefix, own = f"model.layers.{i}.", f"model.layers.{layer}."
-        made = {n.removeprefix(prefix): v for n, v in out.items() if n.startswith(prefix)}
-        wanted = {n.removeprefix(own): v for n, v in source.items() if n.startswith(own)}
-        assert made.keys() == wanted.keys()
-        assert all(np.array_equal(made[n], wanted[n]) for n in made)
+        prefix, source_prefix = f"model.layers.{i}.", f"model.layers.{layer}."
+        actual = {n.removeprefix(prefix): v for n, v in out.items() if n.startswith(prefix)}
+        expected = {n.removeprefix(source_prefix): v for n, v in source.items() if n.startswith(source_prefix)}
+        assert actual.keys() == expected.keys()
+        assert all(np.array_equal(actual[n], expected[n]) for n in actual)

@@ -26,7 +26,7 @@ HIDDEN, INTERMEDIATE, VOCAB, LAYERS = 16, 24, 32, 2
 NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
-def config(**more: Any) -> dict[str, Any]:
+def config(**keys: Any) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -35,7 +35,7 @@ def config(**more: Any) -> dict[str, Any]:
         "num_hidden_layers": LAYERS,
         "num_attention_heads": 2,
         "vocab_size": VOCAB,
-        **more,
+        **keys,
     }
 
 
@@ -65,12 +65,12 @@ def models(tmp_path: Path) -> dict[str, Path]:
     return {name: write_checkpoint(tmp_path / name, llama(seed), config()) for seed, name in enumerate(("base", "a", "b"))}
 
 
-def recipe(models: Mapping[str, Path], experts: Sequence[str], base: Any = None, **more: Any) -> dict[str, Any]:
+def recipe(models: Mapping[str, Path], experts: Sequence[str], base: Any = None, **options: Any) -> dict[str, Any]:
     return {
         "base_model": str(models["base"]) if base is None else base,
         "experts": [{"source_model": str(models[name])} for name in experts],
         "gate_mode": "random",
-        **more,
+        **options,
     }
 
 
@@ -80,25 +80,25 @@ def tensors_of(folder: Path) -> dict[str, np.ndarray]:
 
 
 def check_experts(out: Path, donors: Sequence[Mapping[str, np.ndarray]]) -> None:
-    made = tensors_of(out)
+    tensors = tensors_of(out)
     for i in range(LAYERS):
         for e, donor in enumerate(donors):
             for part, short in NAMES.items():
-                found = made[f"model.layers.{i}.block_sparse_moe.experts.{e}.{short}.weight"]
-                assert as_bytes(found) == as_bytes(donor[f"model.layers.{i}.mlp.{part}_proj.weight"])
+                matrix = tensors[f"model.layers.{i}.block_sparse_moe.experts.{e}.{short}.weight"]
+                assert as_bytes(matrix) == as_bytes(donor[f"model.layers.{i}.mlp.{part}_proj.weight"])
 
 
 def test_experts_are_their_donors_bytes_and_all_else_is_the_bases(models: dict[str, Path], tmp_path: Path) -> None:
-    made = weightsmith.moe(recipe(models, ["a", "b", "a", "base"]), tmp_path / "out")
+    mixture = weightsmith.moe(recipe(models, ["a", "b", "a", "base"]), tmp_path / "out")
     check_experts(tmp_path / "out", [llama(1), llama(2), llama(1), llama(0)])
-    found = tensors_of(tmp_path / "out")
+    tensors = tensors_of(tmp_path / "out")
     for name, tensor in llama(0).items():
         if ".mlp." not in name:
-            assert as_bytes(found[name]) == as_bytes(tensor)
-    assert found["model.layers.0.block_sparse_moe.gate.weight"].shape == (4, HIDDEN)
+            assert as_bytes(tensors[name]) == as_bytes(tensor)
+    assert tensors["model.layers.0.block_sparse_moe.gate.weight"].shape == (4, HIDDEN)
     said = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (said["model_type"], said["num_local_experts"], said["num_experts_per_tok"]) == ("mixtral", 4, 2)
-    assert {s.op for s in made.plan.steps} == {"copy"}
+    assert {s.op for s in mixture.plan.steps} == {"copy"}
     assert weightsmith.verify(tmp_path / "out")
 
 
@@ -108,8 +108,8 @@ def test_what_is_to_know_of_the_models_is_said(
     weightsmith.moe(recipe(models, ["a", "b", "a", "b"]), tmp_path / "out")
     real = inputs.open_checkpoint
 
-    def noted(ref: str, **more: Any) -> Any:
-        checkpoint = real(ref, **more)
+    def noted(ref: str, **options: Any) -> Any:
+        checkpoint = real(ref, **options)
         checkpoint.notes = (Finding("an old revision", Path(ref).name),)
         return checkpoint
 
@@ -146,10 +146,10 @@ def test_only_the_base_is_said_to_have_a_head_and_an_embedding_of_its_own(saved:
 
 
 def test_every_tensor_of_every_model_is_used_or_left_out_for_a_reason(models: dict[str, Path], tmp_path: Path) -> None:
-    made = weightsmith.moe(recipe(models, ["a", "b"]), tmp_path / "out")
-    used = {(i.model, i.tensor) for step in made.plan.steps for leaf in step.leaves for i in leaf.inputs}
-    dropped = {(d.model, d.tensor): d.reason for d in made.plan.dropped}
-    refs = [m.ref for m in made.plan.models]
+    mixture = weightsmith.moe(recipe(models, ["a", "b"]), tmp_path / "out")
+    used = {(i.model, i.tensor) for step in mixture.plan.steps for leaf in step.leaves for i in leaf.inputs}
+    dropped = {(d.model, d.tensor): d.reason for d in mixture.plan.dropped}
+    refs = [m.ref for m in mixture.plan.models]
     for number, ref in enumerate(refs[:3]):
         for name in llama(0):
             assert ((number, name) in used) != ((number, name) in dropped), (ref, name)
@@ -188,15 +188,15 @@ def test_a_merge_in_the_place_of_the_base_is_that_merge(models: dict[str, Path],
         "base_model": str(models["base"]),
         "models": [{"model": str(models[n]), "parameters": {"weight": 0.5, "density": 0.5}} for n in ("a", "b")],
     }
-    made = weightsmith.moe(recipe(models, ["a", "b"], base=merge), tmp_path / "out", seed=3)
+    mixture = weightsmith.moe(recipe(models, ["a", "b"], base=merge), tmp_path / "out", seed=3)
     weightsmith.merge(merge, tmp_path / "merged", seed=3)
-    found, alone = tensors_of(tmp_path / "out"), tensors_of(tmp_path / "merged")
+    tensors, alone = tensors_of(tmp_path / "out"), tensors_of(tmp_path / "merged")
     kept = [name for name in alone if ".mlp." not in name]
     assert len(kept) == 2 + LAYERS * 6
-    assert all(as_bytes(found[name]) == as_bytes(alone[name]) for name in kept)
+    assert all(as_bytes(tensors[name]) == as_bytes(alone[name]) for name in kept)
     check_experts(tmp_path / "out", [llama(1), llama(2)])
-    assert [m.ref for m in made.plan.models].count(str(models["a"])) == 1, "one model, however often it is named"
-    assert made.distance, "the part that is merged has moved from its base"
+    assert [m.ref for m in mixture.plan.models].count(str(models["a"])) == 1, "one model, however often it is named"
+    assert mixture.distance, "the part that is merged has moved from its base"
     card = (tmp_path / "out" / "README.md").read_text()
     assert "Frobenius norms of merged - base, over the tensors shared by an inline merge and its base." in card
     assert "Random seed: 3." in card
@@ -210,12 +210,12 @@ def test_a_merge_of_another_depth_is_the_base_and_the_experts(models: dict[str, 
     experts = [{"source_model": merge}] * 2
     weightsmith.moe({"base_model": merge, "experts": experts, "gate_mode": "random"}, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["num_hidden_layers"] == 2 * LAYERS
-    found = tensors_of(tmp_path / "out")
-    for layer, (donor, own) in enumerate([(1, 0), (1, 1), (2, 0), (2, 1)]):
+    written = tensors_of(tmp_path / "out")
+    for layer, (donor, donor_layer) in enumerate([(1, 0), (1, 1), (2, 0), (2, 1)]):
         tensors = llama(donor)
         for new, old in (("block_sparse_moe.experts.1.w2", "mlp.down_proj"), ("self_attn.q_proj", "self_attn.q_proj")):
-            made = found[f"model.layers.{layer}.{new}.weight"]
-            assert as_bytes(made) == as_bytes(tensors[f"model.layers.{own}.{old}.weight"])
+            matrix = written[f"model.layers.{layer}.{new}.weight"]
+            assert as_bytes(matrix) == as_bytes(tensors[f"model.layers.{donor_layer}.{old}.weight"])
 
 
 @pytest.mark.slow

@@ -23,9 +23,9 @@ __all__ = ["cli", "models"]
 
 
 def report_of(logits: list[list[float]], group: PromptGroup) -> Routing:
-    found = Routing.zeros(("a", "b", "c"), 2, (group,), 1)
-    found.count(0, 0, np.array(logits))
-    return found
+    routing = Routing.zeros(("a", "b", "c"), 2, (group,), 1)
+    routing.count(0, 0, np.array(logits))
+    return routing
 
 
 def test_tokens_go_to_the_largest_logits_and_of_equal_ones_to_the_first() -> None:
@@ -36,8 +36,8 @@ def test_tokens_go_to_the_largest_logits_and_of_equal_ones_to_the_first() -> Non
 
 
 def test_an_expert_that_gets_all_and_one_that_gets_nothing_are_warned_of() -> None:
-    found = report_of([[3, 2, 1]] * 10, PromptGroup(2, False, 10)).warnings("r.yml")
-    assert [f.what for f in found] == [
+    routing = report_of([[3, 2, 1]] * 10, PromptGroup(2, False, 10)).warnings("r.yml")
+    assert [f.what for f in routing] == [
         "expert 0 a comes first for nearly all tokens of all prompts in layer 0",
         "expert 2 c gets nothing of its own prompts in layer 0",
     ]
@@ -49,9 +49,9 @@ def test_runs_of_layers() -> None:
 
 
 def test_the_picture_is_xml_with_a_cell_for_each_layer_and_expert_and_names_do_not_break_it() -> None:
-    found = Routing.zeros(("<a&b>", "c"), 1, (PromptGroup(0, False, 1), PromptGroup(1, False, 1)), 3)
-    found.count(1, 0, np.array([[2.0, 1.0]]))
-    root = ElementTree.fromstring(picture(heat_map(found.by_expert())))
+    routing = Routing.zeros(("<a&b>", "c"), 1, (PromptGroup(0, False, 1), PromptGroup(1, False, 1)), 3)
+    routing.count(1, 0, np.array([[2.0, 1.0]]))
+    root = ElementTree.fromstring(picture(heat_map(routing.by_expert())))
     cells = [e for e in root.iter("{http://www.w3.org/2000/svg}rect") if len(e)]
     assert len(cells) == 3 * 2 * 2
     assert [c[0].text for c in cells if "100" in str(c[0].text)] == ["layer 1, prompts of 0 <a&b>: → 0: 100%"]
@@ -97,9 +97,9 @@ def test_routing_shows_and_writes_nothing(cli: Cli, recipe: Path) -> None:
 
 @pytest.mark.slow
 def test_plan_knows_recipes_of_both_kinds(cli: Cli, recipe: Path) -> None:
-    plan, own = cli("plan", str(recipe)), cli("moe", str(recipe), "--plan")
-    assert plan.code == own.code == 0, plan.err + own.err
-    assert plan.out == own.out
+    plan, moe_plan = cli("plan", str(recipe)), cli("moe", str(recipe), "--plan")
+    assert plan.code == moe_plan.code == 0, plan.err + moe_plan.err
+    assert plan.out == moe_plan.out
     assert plan.out.startswith("method   moe")
 
 

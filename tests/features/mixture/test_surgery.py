@@ -43,9 +43,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return moe_zoo.Saved(tmp_path_factory.mktemp("moe"), 1)
 
 
-def surgery(model: Path, out: Path, key: str, value: dict[str, Any], **more: Any) -> weightsmith.Merged:
-    options = {k: more.pop(k) for k in ("threads",) if k in more}
-    return weightsmith.moe({"model": str(model), key: value, **more}, out, fsync=False, **options)
+def surgery(model: Path, out: Path, key: str, value: dict[str, Any], **overrides: Any) -> weightsmith.Merged:
+    options = {k: overrides.pop(k) for k in ("threads",) if k in overrides}
+    return weightsmith.moe({"model": str(model), key: value, **overrides}, out, fsync=False, **options)
 
 
 def logits(model: Any) -> np.ndarray:
@@ -72,12 +72,12 @@ def test_a_pruned_model_holds_the_kept_experts_and_generates(name: str, models: 
     before, after = moe_zoo.load(name, models[name]).state_dict(), moe_zoo.load(name, tmp_path / "out")
     chosen = 0
     for key, value in after.state_dict().items():
-        wanted = before[key]
-        if of_experts(key) and E in wanted.shape[:2] and value.shape != wanted.shape:
-            wanted = wanted.index_select(wanted.shape.index(E), wanted.new_tensor(keep).long())
+        expected = before[key]
+        if of_experts(key) and E in expected.shape[:2] and value.shape != expected.shape:
+            expected = expected.index_select(expected.shape.index(E), expected.new_tensor(keep).long())
             chosen += 1
-        assert wanted.shape == value.shape, key
-        assert bool((wanted == value).all()), key
+        assert expected.shape == value.shape, key
+        assert bool((expected == value).all()), key
     assert chosen >= 3
     stored, source = moe_zoo.read(tmp_path / "out"), moe_zoo.read(models[name])
     assert {k: v.dtype for k, v in stored.items()} == {k: source[k].dtype for k in stored}
@@ -159,7 +159,7 @@ def test_an_expert_merged_with_itself_in_another_order_is_itself(how: str, tmp_p
 @pytest.mark.parametrize("match", [True, False])
 def test_every_way_of_storing_experts_gives_the_same_numbers(match: bool, tmp_path: Path) -> None:
     groups = {"groups": [[2, 0], [3], [1, 4]], "weights": [[3, 1], [1], [1, 7]], "match": match}
-    found = {}
+    experts = {}
     for how in STORED:
         listed = moe_zoo.experts(5, dtype=np.float32)
         for expert in (
@@ -168,17 +168,17 @@ def test_every_way_of_storing_experts_gives_the_same_numbers(match: bool, tmp_pa
             expert |= {part: np.zeros_like(value) for part, value in expert.items() if part.endswith("bias")}
         model = moe_zoo.store(tmp_path / how, how, listed)
         surgery(model, tmp_path / f"{how}-out", "merge_experts", groups)
-        found[how] = moe_zoo.stored(tmp_path / f"{how}-out", how)
+        experts[how] = moe_zoo.stored(tmp_path / f"{how}-out", how)
     for how in STORED:
-        assert all(moe_zoo.same(a, b) for a, b in zip(found[how], found["own"], strict=True))
+        assert all(moe_zoo.same(a, b) for a, b in zip(experts[how], experts["own"], strict=True))
     source = moe_zoo.experts(5, dtype=np.float32)
-    assert moe_zoo.same(found["own"][1], source[3])
+    assert moe_zoo.same(experts["own"][1], source[3])
     for new, a, b, share in ((0, source[2], source[0], 0.25), (2, source[1], source[4], 0.875)):
         order = best_order(a, b) if match else np.arange(moe_zoo.NEURONS)
         for part, columns in (("gate", False), ("up", False), ("down", True)):
             other = b[part][:, order] if columns else b[part][order]
             exact = (1 - share) * a[part].astype(np.float64) + share * other.astype(np.float64)
-            assert np.array_equal(found["own"][new][part], exact.astype(np.float32))
+            assert np.array_equal(experts["own"][new][part], exact.astype(np.float32))
 
 
 def best_order(a: moe_zoo.Expert, b: moe_zoo.Expert) -> np.ndarray:
@@ -206,9 +206,9 @@ def test_any_part_of_a_reordered_tensor_can_be_read(pattern: Any, axis: Any, tmp
         "pairs": np.array([k for i in order for k in (2 * i, 2 * i + 1)]),
     }[pattern]
     assert np.array_equal(places_of(pattern, order), places)
-    wanted = np.take(stored[2], places, axis)
+    expected = np.take(stored[2], places, axis)
     if pattern == "halves" and axis == 0:
-        assert np.array_equal(wanted.reshape(2, neurons, across), stored[2].reshape(2, neurons, across)[:, order])
+        assert np.array_equal(expected.reshape(2, neurons, across), stored[2].reshape(2, neurons, across)[:, order])
     with open_checkpoint(write_checkpoint(tmp_path / "model", {"w": stored})) as source:
         carrier = NeuronTensor(source.specs["w"], 2 * along * across, shape, axis, pattern, neurons)
         matched = read_matched("expert", carrier)
@@ -216,7 +216,7 @@ def test_any_part_of_a_reordered_tensor_can_be_read(pattern: Any, axis: Any, tmp
         plan = Plan(Provenance("test"), (), (), (), (product,))
         results = Results(plan)
         results.put(product, [places.astype(np.int32)])
-        reader, flat = Reader(plan, [source], results), wanted.reshape(-1)
+        reader, flat = Reader(plan, [source], results), expected.reshape(-1)
         for first in range(0, flat.size, 3):
             for n in (1, 4, 11, flat.size - first):
                 part = np.empty(min(n, flat.size - first), np.float32)
@@ -234,9 +234,9 @@ def test_the_router_row_of_a_merged_expert(router: str | None, row: list[float],
     before, after = moe_zoo.read(model), moe_zoo.read(tmp_path / "out")
     for name in (f"{BLOCK}gate.weight", *bias):
         old = before[name].astype(np.float64)
-        wanted = np.stack([row[0] * old[3] + row[1] * old[1], old[0], old[2]]).astype(before[name].dtype)
+        expected = np.stack([row[0] * old[3] + row[1] * old[1], old[0], old[2]]).astype(before[name].dtype)
         assert after[name].dtype == before[name].dtype
-        assert np.array_equal(after[name], wanted), name
+        assert np.array_equal(after[name], expected), name
 
 
 @pytest.mark.parametrize("how", STORED)
@@ -250,9 +250,9 @@ def test_layers_of_their_own_and_saliency(how: str, tmp_path: Path) -> None:
     surgery(model, tmp_path / "c", "prune_experts", {**saliency, "experts": 3})
     surgery(model, tmp_path / "d", "prune_experts", {**saliency, "experts": 1})
     for out, kept in (("a", [3, 1]), ("b", [1, 3]), ("c", [0, 1, 3]), ("d", [1])):
-        found = moe_zoo.stored(tmp_path / out, how)
-        assert len(found) == len(kept)
-        assert all(moe_zoo.same(expert, listed[e]) for expert, e in zip(found, kept, strict=True))
+        experts = moe_zoo.stored(tmp_path / out, how)
+        assert len(experts) == len(kept)
+        assert all(moe_zoo.same(expert, listed[e]) for expert, e in zip(experts, kept, strict=True))
         gate = moe_zoo.read(tmp_path / out)[f"{BLOCK}gate.weight"]
         assert np.array_equal(gate, moe_zoo.read(model)[f"{BLOCK}gate.weight"][kept])
 
@@ -290,12 +290,12 @@ def test_quantised_experts_move_with_their_scales_and_are_not_averaged(tmp_path:
         for part in ("gate_proj.weight", "gate_proj.weight_scale_inv", "down_proj.weight"):
             assert np.array_equal(after[f"{BLOCK}experts.{new}.{part}"], before[f"{BLOCK}experts.{old}.{part}"])
     assert done.plan.config == {**config, "num_experts": 2}
-    for key, value, more in (
+    for key, value, options in (
         ("merge_experts", {"groups": [[0, 1], [2, 3]]}, {}),
         ("prune_experts", {"keep": [0]}, {"dtype": "float32"}),
     ):
         with pytest.raises(PlanError, match="is quantised"):
-            surgery(model, tmp_path / "no", key, value, **more)
+            surgery(model, tmp_path / "no", key, value, **options)
     (model / "config.json").write_text(json.dumps({**config, "quantization_config": {"ignore": ["layers.0.mlp.experts.3"]}}))
     with pytest.raises(PlanError, match="names experts by number"):
         surgery(model, tmp_path / "no", "prune_experts", {"keep": [0]})

@@ -70,7 +70,7 @@ def read(folder: Path) -> Tensors:
         return {name: model.read(name) for name in model.specs}
 
 
-def made(source: dict[str, Any], out: Path, **options: Any) -> Tensors:
+def upcycled(source: dict[str, Any], out: Path, **options: Any) -> Tensors:
     weightsmith.moe(source, out, fsync=False, **options)
     return read(out)
 
@@ -114,8 +114,8 @@ def test_the_logarithm() -> None:
 def test_noise_is_that_of_the_seed_the_layer_the_expert_and_the_part(tmp_path: Path) -> None:
     """Element by element, by the slow reference of Philox and Python's own inverse."""
     donor = read(dense(tmp_path / "a"))
-    found = made(recipe(tmp_path / "a", noise_scale=0.02), tmp_path / "out", seed=7)
-    for (i, e, part), matrix in all_of(found, 2).items():
+    tensors = upcycled(recipe(tmp_path / "a", noise_scale=0.02), tmp_path / "out", seed=7)
+    for (i, e, part), matrix in all_of(tensors, 2).items():
         key = xxhash.xxh3_64_intdigest(f"model.layers.{i}.expert {e}\0{part}\0noise".encode(), 7)
         plain = donor_part(donor, i, part).reshape(-1)
         for k in (0, 1, 63, 64, 300, 2999, plain.size - 1):
@@ -125,8 +125,8 @@ def test_noise_is_that_of_the_seed_the_layer_the_expert_and_the_part(tmp_path: P
 
 def test_noise_is_normal_and_each_expert_has_its_own(tmp_path: Path) -> None:
     donor = read(dense(tmp_path / "a"))
-    found = all_of(made(recipe(tmp_path / "a", noise_scale=0.02), tmp_path / "out"), 2)
-    noise = {(i, e, p): (m.astype(np.float64) - donor_part(donor, i, p)).reshape(-1) for (i, e, p), m in found.items()}
+    matrices = all_of(upcycled(recipe(tmp_path / "a", noise_scale=0.02), tmp_path / "out"), 2)
+    noise = {(i, e, p): (m.astype(np.float64) - donor_part(donor, i, p)).reshape(-1) for (i, e, p), m in matrices.items()}
     together = np.concatenate(list(noise.values())) / 0.02
     n = together.size
     assert abs(together.mean()) < 4 / n**0.5
@@ -141,16 +141,16 @@ def test_noise_is_normal_and_each_expert_has_its_own(tmp_path: Path) -> None:
 def test_only_the_experts_change(tmp_path: Path) -> None:
     donor = read(dense(tmp_path / "a", BF16))
     changes = {"noise_scale": 0.02, "drop_fraction": 0.5, "residual_scale": 0.5}
-    found = made(recipe(tmp_path / "a", **changes), tmp_path / "out")
+    written = upcycled(recipe(tmp_path / "a", **changes), tmp_path / "out")
     for name, tensor in donor.items():
         if ".mlp." not in name:
-            assert as_bytes(found[name]) == as_bytes(tensor)
+            assert as_bytes(written[name]) == as_bytes(tensor)
 
 
 def test_a_fraction_of_the_elements_gets_noise_and_the_rest_keeps_its_bytes(tmp_path: Path) -> None:
     donor = read(dense(tmp_path / "a", BF16))
-    found = made(recipe(tmp_path / "a", noise_scale=0.5, noise_fraction=0.25), tmp_path / "out")
-    changed = [m.view(np.uint16) != donor_part(donor, i, p).view(np.uint16) for (i, _, p), m in all_of(found, 2).items()]
+    tensors = upcycled(recipe(tmp_path / "a", noise_scale=0.5, noise_fraction=0.25), tmp_path / "out")
+    changed = [m.view(np.uint16) != donor_part(donor, i, p).view(np.uint16) for (i, _, p), m in all_of(tensors, 2).items()]
     n = sum(c.size for c in changed)
     assert abs(sum(int(c.sum()) for c in changed) / n - 0.25) < 5 * (0.25 * 0.75 / n) ** 0.5
     assert (changed[0] != changed[3]).any()
@@ -159,9 +159,9 @@ def test_a_fraction_of_the_elements_gets_noise_and_the_rest_keeps_its_bytes(tmp_
 @pytest.mark.slow
 def test_residual_scale_is_a_factor_on_down_after_the_noise(tmp_path: Path) -> None:
     donor = read(dense(tmp_path / "a"))
-    noisy = made(recipe(tmp_path / "a", noise_scale=0.02), tmp_path / "noisy")
-    both = made(recipe(tmp_path / "a", noise_scale=0.02, residual_scale=0.25), tmp_path / "both")
-    scaled = made(recipe(tmp_path / "a", residual_scale=-3), tmp_path / "scaled")
+    noisy = upcycled(recipe(tmp_path / "a", noise_scale=0.02), tmp_path / "noisy")
+    both = upcycled(recipe(tmp_path / "a", noise_scale=0.02, residual_scale=0.25), tmp_path / "both")
+    scaled = upcycled(recipe(tmp_path / "a", residual_scale=-3), tmp_path / "scaled")
     for (i, e, part), matrix in all_of(both, 2).items():
         factor = 0.25 if part == "down" else 1.0
         np.testing.assert_allclose(matrix, factor * expert(noisy, i, e, part), rtol=1e-6)
@@ -176,14 +176,14 @@ def test_residual_scale_is_a_factor_on_down_after_the_noise(tmp_path: Path) -> N
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
 def test_neurons_are_drawn_anew_in_all_three_matrices_alike(fraction: float, dtype: Any, tmp_path: Path) -> None:
     donor = read(dense(tmp_path / "a", dtype))
-    found = made(recipe(tmp_path / "a", drop_fraction=fraction), tmp_path / "out")
+    tensors = upcycled(recipe(tmp_path / "a", drop_fraction=fraction), tmp_path / "out")
     sets = set()
     for i in range(LAYERS):
         for e in range(2):
             sizes = []
             chosen = []
             for part in NAMES:
-                matrix, plain = expert(found, i, e, part), donor_part(donor, i, part)
+                matrix, plain = expert(tensors, i, e, part), donor_part(donor, i, part)
                 rows, before = (matrix.T, plain.T) if part == "down" else (matrix, plain)
                 changed = (rows != before).any(axis=1)
                 chosen.append(tuple(np.flatnonzero(changed)))
@@ -207,9 +207,9 @@ def test_the_deviation_is_that_of_the_replaced_elements_alone(tmp_path: Path) ->
         if re.search("gate|up", name):
             tensor[:, :] = np.arange(1, INNER + 1)[:, None] * np.where(np.arange(HIDDEN) % 2, 1, -1) * 0.01 + 0.2
     model = write_checkpoint(tmp_path / "a", tensors, SETTINGS)
-    found = made(recipe(model, drop_fraction=0.1), tmp_path / "out")
+    written = upcycled(recipe(model, drop_fraction=0.1), tmp_path / "out")
     for part in ("gate", "up"):
-        matrix, plain = expert(found, 1, 1, part), donor_part(tensors, 1, part)
+        matrix, plain = expert(written, 1, 1, part), donor_part(tensors, 1, part)
         changed = (matrix != plain).any(axis=1)
         new, old = matrix[changed].astype(np.float64), plain[changed].astype(np.float64)
         z = (new - old.mean()) / old.std()
@@ -226,11 +226,11 @@ def test_the_deviation_is_that_of_the_replaced_elements_alone(tmp_path: Path) ->
 @pytest.mark.parametrize("changes", [{"noise_scale": 0.1, "noise_fraction": 0.5, "residual_scale": 2}, {"drop_fraction": 0.5}])
 @pytest.mark.parametrize("groups", [1, 4])
 def test_fused_donors_and_fused_layouts_hold_the_same_numbers(changes: dict[str, Any], groups: int, tmp_path: Path) -> None:
-    more = {**changes, "virtual_groups": groups, "experts_per_token": groups}
+    options = {**changes, "virtual_groups": groups, "experts_per_token": groups}
     plain, fused = dense(tmp_path / "a", BF16), dense(tmp_path / "b", BF16, fused=True)
-    one = all_of(made(recipe(plain, **more), tmp_path / "1"), 2 * groups)
+    one = all_of(upcycled(recipe(plain, **options), tmp_path / "1"), 2 * groups)
     for k, (model, architecture) in enumerate([(fused, "mixtral"), (plain, "granitemoe"), (fused, "granitemoe")]):
-        other = all_of(made(recipe(model, architecture=architecture, **more), tmp_path / f"x{k}"), 2 * groups)
+        other = all_of(upcycled(recipe(model, architecture=architecture, **options), tmp_path / f"x{k}"), 2 * groups)
         assert {key: as_bytes(m) for key, m in one.items()} == {key: as_bytes(m) for key, m in other.items()}
 
 
@@ -245,7 +245,7 @@ def test_bytes_do_not_depend_on_threads_or_memory(tmp_path: Path) -> None:
         weightsmith.moe(source, out, threads=threads, max_memory_bytes=memory, fsync=False)
         files.add((out / "model.safetensors").read_bytes())
     assert len(files) == 1
-    assert made(source, tmp_path / "other", seed=1).keys()
+    assert upcycled(source, tmp_path / "other", seed=1).keys()
     assert (tmp_path / "other/model.safetensors").read_bytes() not in files
 
 
@@ -277,7 +277,7 @@ def test_virtual_groups_begin_as_the_dense_model(
     transformers.utils.logging.disable_progress_bar()
     model = dense(tmp_path / "a", BF16 if dtype == "bfloat16" else np.float32)
     source = recipe(model, 3, architecture=architecture, virtual_groups=groups, experts_per_token=chosen)
-    found = made(source, tmp_path / "out")
+    tensors = upcycled(source, tmp_path / "out")
     ids = torch.randint(0, VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
     both = [
         transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits.detach()
@@ -287,7 +287,7 @@ def test_virtual_groups_begin_as_the_dense_model(
     said = json.loads((tmp_path / "out/config.json").read_text())
     assert said.get("moe_intermediate_size", said["intermediate_size"]) == INNER // groups
     assert 3 * groups in said.values()
-    router = next(t for name, t in found.items() if t.shape == (3 * groups, HIDDEN) and "layers.1." in name)
+    router = next(t for name, t in tensors.items() if t.shape == (3 * groups, HIDDEN) and "layers.1." in name)
     for k in range(3):
         assert len({as_bytes(row) for row in router[groups * k : groups * (k + 1)]}) == 1
     assert len({as_bytes(row) for row in router}) == 3
@@ -295,14 +295,14 @@ def test_virtual_groups_begin_as_the_dense_model(
 
 def test_a_group_holds_each_shard_once(tmp_path: Path) -> None:
     donor = read(dense(tmp_path / "a"))
-    found = made(recipe(tmp_path / "a", virtual_groups=4, experts_per_token=4), tmp_path / "out")
+    tensors = upcycled(recipe(tmp_path / "a", virtual_groups=4, experts_per_token=4), tmp_path / "out")
     for i in range(LAYERS):
         for k in range(2):
             group = range(4 * k, 4 * k + 4)
             for part in ("gate", "up"):
-                whole = np.concatenate([expert(found, i, e, part) for e in group])
+                whole = np.concatenate([expert(tensors, i, e, part) for e in group])
                 assert as_bytes(whole) == as_bytes(donor_part(donor, i, part))
-            whole = np.concatenate([expert(found, i, e, "down") for e in group], axis=1)
+            whole = np.concatenate([expert(tensors, i, e, "down") for e in group], axis=1)
             assert as_bytes(whole) == as_bytes(4 * donor_part(donor, i, "down"))
 
 
@@ -312,8 +312,8 @@ def test_a_group_holds_each_shard_once(tmp_path: Path) -> None:
 def test_copies_are_the_entry_repeated(tmp_path: Path) -> None:
     model = dense(tmp_path / "a")
     entry = {"source_model": str(model), "noise_scale": 0.1}
-    one = made({**recipe(model), "experts": [entry] * 3}, tmp_path / "one")
-    two = made({**recipe(model), "experts": [{**entry, "copies": 2}, entry]}, tmp_path / "two")
+    one = upcycled({**recipe(model), "experts": [entry] * 3}, tmp_path / "one")
+    two = upcycled({**recipe(model), "experts": [{**entry, "copies": 2}, entry]}, tmp_path / "two")
     assert {n: as_bytes(t) for n, t in one.items()} == {n: as_bytes(t) for n, t in two.items()}
 
 
@@ -337,12 +337,12 @@ def test_an_expert_with_an_adapter_is_the_expert_with_the_adapter_baked_in(tmp_p
     weightsmith.merge({"merge_method": "passthrough", "models": [{"model": both}]}, tmp_path / "baked", fsync=False)
     named = [both, str(model), f"{model}+{other}"]
     source = {**recipe(model), "base_model": both, "experts": [{"source_model": ref} for ref in named]}
-    found, baked = made(source, tmp_path / "out"), read(tmp_path / "baked")
-    assert {t.dtype for t in found.values()} == {BF16}
+    tensors, baked = upcycled(source, tmp_path / "out"), read(tmp_path / "baked")
+    assert {t.dtype for t in tensors.values()} == {BF16}
     for e, donor in enumerate((baked, read(model), baked)):
         for i in range(LAYERS):
             for part in NAMES:
-                assert as_bytes(expert(found, i, e, part)) == as_bytes(donor_part(donor, i, part))
+                assert as_bytes(expert(tensors, i, e, part)) == as_bytes(donor_part(donor, i, part))
     plan = json.loads((tmp_path / "out/weightsmith.json").read_text()) if (tmp_path / "out/weightsmith.json").exists() else None
     assert plan is None or both in json.dumps(plan)
 
@@ -396,19 +396,19 @@ def test_a_recipe_says_where_it_comes_from_and_makes_a_model(
     monkeypatch.chdir(tmp_path)
     done = weightsmith.moe(file, "out", fsync=False)
     assert done.warnings == ()
-    found, written = read(tmp_path / "out"), yaml.safe_load(text)
-    router = found["model.layers.0.block_sparse_moe.gate.weight"].astype(np.float64)
+    tensors, written = read(tmp_path / "out"), yaml.safe_load(text)
+    router = tensors["model.layers.0.block_sparse_moe.gate.weight"].astype(np.float64)
     assert router.std() == pytest.approx(0.02, rel=0.2)
     if file.stem == "branch_train_mix":
         name = "model.layers.1.self_attn.k_proj.weight"
         mean = np.mean([donor[name].astype(np.float64) for donor in donors.values()], axis=0)
-        np.testing.assert_allclose(found[name].astype(np.float64), mean, rtol=2**-8, atol=1e-6)
+        np.testing.assert_allclose(tensors[name].astype(np.float64), mean, rtol=2**-8, atol=1e-6)
         for e, donor in enumerate(donors.values()):
-            assert as_bytes(expert(found, 1, e, "up")) == as_bytes(donor_part(donor, 1, "up"))
+            assert as_bytes(expert(tensors, 1, e, "up")) == as_bytes(donor_part(donor, 1, "up"))
         return
     (donor,) = donors.values()
     assert router.shape[0] == 8 * written.get("virtual_groups", 1)
-    assert as_bytes(found["model.norm.weight"]) == as_bytes(donor["model.norm.weight"])
+    assert as_bytes(tensors["model.norm.weight"]) == as_bytes(donor["model.norm.weight"])
     if file.stem in ("noise_upcycling", "drop_upcycling"):
-        changed = expert(found, 1, 3, "gate") != donor_part(donor, 1, "gate")
+        changed = expert(tensors, 1, 3, "gate") != donor_part(donor, 1, "gate")
         assert 0.3 < changed.mean() < 0.6

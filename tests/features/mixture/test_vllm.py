@@ -76,14 +76,14 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Found:
         # transformers does not divide the weights of DeepSeek-V2's experts by their sum. That of all is 1
         per_token = 4 if case[0] == "deepseek_v2" else 2
         mixture(partial(dense, root), *case, folder, alike=False, per_token=per_token)
-    found = logprobs([Request(folder, TOKENS) for folder in folders], root / "outputs")
-    return {case: both for case, *both in zip(CASES, folders, found, strict=True)}  # type: ignore[misc]
+    predicted = logprobs([Request(folder, TOKENS) for folder in folders], root / "outputs")
+    return {case: both for case, *both in zip(CASES, folders, predicted, strict=True)}  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("case", SAME, ids=str)
 def test_the_same_as_in_transformers(case: Case, outputs: Found) -> None:
-    folder, found = outputs[case]
-    worst = error(found, logits(folder, TOKENS)).max()
+    folder, predicted = outputs[case]
+    worst = error(predicted, logits(folder, TOKENS)).max()
     print(f"{case}: worst token {worst:.7f}")
     assert worst < BOUND
 
@@ -94,11 +94,11 @@ def test_latent_attention_is_right_for_the_first_token(case: Case, outputs: Foun
 
     The first token is not rotated.
     """
-    folder, found = outputs[case]
-    each = error(found, logits(folder, TOKENS))
-    print(f"{case}: first token {each[0]:.7f}, median {np.median(each):.4f}")
-    assert each[0] < BOUND
-    assert np.median(each) > 0.1
+    folder, predicted = outputs[case]
+    token_errors = error(predicted, logits(folder, TOKENS))
+    print(f"{case}: first token {token_errors[0]:.7f}, median {np.median(token_errors):.4f}")
+    assert token_errors[0] < BOUND
+    assert np.median(token_errors) > 0.1
 
 
 @pytest.mark.parametrize("case", ENDS, ids=str)

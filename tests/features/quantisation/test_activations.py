@@ -34,8 +34,8 @@ E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
 
-def given_for(folder: Path, **more: Any) -> QuantizeSettings:
-    return settings(folder, bits=None, uniform=False, **more)
+def given_for(folder: Path, **options: Any) -> QuantizeSettings:
+    return settings(folder, bits=None, uniform=False, **options)
 
 
 @pytest.fixture(scope="module")
@@ -45,16 +45,16 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tensors_of(folder: Path) -> dict[str, np.ndarray]:
     views = {torch.bfloat16: (torch.int16, BF16), torch.float8_e4m3fn: (torch.uint8, E4M3)}
-    found = {}
+    tensors = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         raw, dtype = views.get(tensor.dtype, (tensor.dtype, None))
-        found[name] = tensor.view(raw).numpy() if dtype is None else tensor.view(raw).numpy().view(dtype)
-    return found
+        tensors[name] = tensor.view(raw).numpy() if dtype is None else tensor.view(raw).numpy().view(dtype)
+    return tensors
 
 
 def entry_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "config.json").read_text())["quantization_config"]
-    return found
+    entry: dict[str, Any] = json.loads((folder / "config.json").read_text())["quantization_config"]
+    return entry
 
 
 class Seen:
@@ -83,9 +83,9 @@ class Seen:
     def experts(self, name: str, module: Any, x: torch.Tensor, chosen: torch.Tensor, _weights: torch.Tensor) -> None:
         x = x.reshape(-1, x.shape[-1])
         for expert in chosen.unique().tolist():
-            own = x[(chosen == expert).any(-1)]
-            gate, up = (own @ module.gate_up_proj[expert].T).chunk(2, -1)
-            self.note(f"{name}.gate_up", own)
+            tokens = x[(chosen == expert).any(-1)]
+            gate, up = (tokens @ module.gate_up_proj[expert].T).chunk(2, -1)
+            self.note(f"{name}.gate_up", tokens)
             self.note(f"{name}.down", module.act_fn(gate) * up)
 
     def entering(self, module: str) -> float:
@@ -108,13 +108,13 @@ def assert_nearest(stored: np.ndarray, largest: float) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "phi3", "mixtral", "qwen3 moe"])
 def test_scales_are_those_of_what_transformers_modules_see(name: str, tmp_path: Path) -> None:
-    model, given = save_model(tmp_path / "m", name), given_for(tmp_path, kv_cache="fp8")
-    seen = Seen(model, rows_for(given, model))
-    fp8 = tensors_of(quantise(model, tmp_path / "fp8", given, name="fp8-static").out)
-    fp4 = tensors_of(quantise(model, tmp_path / "fp4", given, name="nvfp4").out)
-    modules = [each.removesuffix(".input_scale") for each in fp8 if each.endswith(".input_scale")]
+    model, quantize_settings = save_model(tmp_path / "m", name), given_for(tmp_path, kv_cache="fp8")
+    seen = Seen(model, rows_for(quantize_settings, model))
+    fp8 = tensors_of(quantise(model, tmp_path / "fp8", quantize_settings, name="fp8-static").out)
+    fp4 = tensors_of(quantise(model, tmp_path / "fp4", quantize_settings, name="nvfp4").out)
+    modules = [name.removesuffix(".input_scale") for name in fp8 if name.endswith(".input_scale")]
     assert len(modules) == sum(array.dtype == E4M3 for array in fp8.values()) >= 8
-    assert sorted(modules) == sorted(each.removesuffix(".weight_packed") for each in fp4 if each.endswith(".weight_packed"))
+    assert sorted(modules) == sorted(name.removesuffix(".weight_packed") for name in fp4 if name.endswith(".weight_packed"))
     for module in modules:
         largest = seen.entering(module)
         assert_nearest(fp8[f"{module}.input_scale"], largest)
@@ -128,27 +128,27 @@ def test_scales_are_those_of_what_transformers_modules_see(name: str, tmp_path: 
 
 @pytest.mark.slow
 def test_weights_that_engines_join_have_one_scale(llama: Path, tmp_path: Path) -> None:
-    made = tensors_of(quantise(llama, tmp_path / "o", given_for(tmp_path), name="fp8-static").out)
+    tensors = tensors_of(quantise(llama, tmp_path / "o", given_for(tmp_path), name="fp8-static").out)
     plain = tensors_of(llama)
     for parts in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
         names = [f"model.layers.1.{part}.weight" for part in parts]
-        largest = max(np.abs(plain[each].astype(np.float32)).max() for each in names)
-        for each in names:
-            assert made[f"{each}_scale"].tolist() == [np.float32(largest / np.float32(448)).astype(BF16)]
-            codes = (plain[each].astype(np.float32) / made[f"{each}_scale"].astype(np.float32)).clip(-448, 448).astype(E4M3)
-            np.testing.assert_array_equal(made[each].view(np.uint8), codes.view(np.uint8))
+        largest = max(np.abs(plain[name].astype(np.float32)).max() for name in names)
+        for name in names:
+            assert tensors[f"{name}_scale"].tolist() == [np.float32(largest / np.float32(448)).astype(BF16)]
+            codes = (plain[name].astype(np.float32) / tensors[f"{name}_scale"].astype(np.float32)).clip(-448, 448).astype(E4M3)
+            np.testing.assert_array_equal(tensors[name].view(np.uint8), codes.view(np.uint8))
 
 
 @pytest.mark.slow
 def test_experts_that_no_token_reaches_have_the_scale_of_the_others(tmp_path: Path) -> None:
     model = save_model(tmp_path / "m", "mixtral")
     changed(model, gate=0)  # equal scores: the same two experts for every token
-    made = tensors_of(quantise(model, tmp_path / "o", given_for(tmp_path), name="nvfp4").out)
+    tensors = tensors_of(quantise(model, tmp_path / "o", given_for(tmp_path), name="nvfp4").out)
     for layer in range(2):
         for part in ("w1", "w2", "w3"):
             name = f"model.layers.{layer}.block_sparse_moe.experts.{{}}.{part}.input_global_scale"
-            (found,) = {float(made[name.format(expert)][0]) for expert in range(4)}
-            assert 1 < found < 1e6
+            (scale,) = {float(tensors[name.format(expert)][0]) for expert in range(4)}
+            assert 1 < scale < 1e6
     assert shared_site("l.0.experts.3.w2") != shared_site("l.0.experts.3.gate_up")
 
 
@@ -175,27 +175,29 @@ def quantised_input(x: np.ndarray, module: Any) -> np.ndarray:
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_transformers_multiplies_what_the_scales_say(name: str, format: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
-    model, given = save_model(tmp_path / "m", name), given_for(tmp_path)
-    out = quantise(model, tmp_path / "o", given, name=format).out
+    model, quantize_settings = save_model(tmp_path / "m", name), given_for(tmp_path)
+    out = quantise(model, tmp_path / "o", quantize_settings, name=format).out
     dtype = torch.float32 if format == "fp8-static" else torch.bfloat16  # that of what it decompresses
-    found, info = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=dtype, output_loading_info=True)
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=dtype, output_loading_info=True)
     assert not any(info.values()), info
     calls: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-    for each, module in found.eval().named_modules():
+    for module_name, module in loaded.eval().named_modules():
         if hasattr(module, "quantization_scheme"):
             module.register_forward_hook(
-                lambda _module, args, y, each=each: calls.__setitem__(each, (args[0].float().numpy(), y.float().numpy()))
+                lambda _module, args, y, module_name=module_name: calls.__setitem__(
+                    module_name, (args[0].float().numpy(), y.float().numpy())
+                )
             )
     with torch.inference_mode():
-        found(rows_for(given, model))
+        loaded(rows_for(quantize_settings, model))
     assert len(calls) == 14
     errors = []
     with weightsmith.open_checkpoint(out) as opened:
-        for each, (x, y) in calls.items():
-            weight, module = opened.read(f"{each}.weight"), found.get_submodule(each)
+        for module_name, (x, y) in calls.items():
+            weight, module = opened.read(f"{module_name}.weight"), loaded.get_submodule(module_name)
             expected = quantised_input(x, module) @ weight.T
             bound = 1e-5 if format == "fp8-static" else 5e-3
-            assert np.linalg.norm(y - expected) < bound * np.linalg.norm(expected), each
+            assert np.linalg.norm(y - expected) < bound * np.linalg.norm(expected), module_name
             errors.append(np.linalg.norm(x @ weight.T - expected) / np.linalg.norm(expected))
     assert min(errors) > (1e-2 if format == "fp8-static" else 5e-2), errors  # activations are indeed rounded
 
@@ -212,9 +214,9 @@ def test_a_layer_runs_once_for_its_scales_and_the_next_layer(
     alone: list[int] = []
     run = states.run
 
-    def noted(context: ProductContext, work: LayerWork, given: Any) -> Arrays:
+    def noted(context: ProductContext, work: LayerWork, inputs: Any) -> Arrays:
         alone.append(work.layer)
-        return run(context, work, given)
+        return run(context, work, inputs)
 
     monkeypatch.setattr(states, "run", noted)
     quantise(llama, tmp_path / "out", given_for(tmp_path, kv_cache=kv_cache or None), name="fp8-static")
@@ -228,9 +230,9 @@ def test_the_bytes_depend_on_neither_threads_nor_interruptions(
     format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = save_model(tmp_path / "m", "mixtral")
-    given = given_for(tmp_path, kv_cache="fp8", group_size=32 if format == "w4a16" else None)
-    once = quantise(model, tmp_path / "a", given, name=format, threads=1).out
-    with prepared_for(model, given, format) as prepared:
+    quantize_settings = given_for(tmp_path, kv_cache="fp8", group_size=32 if format == "w4a16" else None)
+    once = quantise(model, tmp_path / "a", quantize_settings, name=format, threads=1).out
+    with prepared_for(model, quantize_settings, format) as prepared:
         with interrupted(monkeypatch, "scales 1"):
             execute(prepared, tmp_path / "b", RunOptions(threads=2, card=False))
         execute(prepared, tmp_path / "b", RunOptions(threads=2, card=False))
@@ -249,14 +251,14 @@ def test_the_bytes_depend_on_neither_threads_nor_interruptions(
 @pytest.mark.parametrize("format", ["fp8-static", "nvfp4", "fp8-dynamic"])
 def test_a_merge_into_the_format_is_the_merge_and_then_the_format(format: str, llama: Path, tmp_path: Path) -> None:
     other = save_model(tmp_path / "other", seed=1)
-    given = given_for(tmp_path, kv_cache="fp8")
+    quantize_settings = given_for(tmp_path, kv_cache="fp8")
     recipe = {
         "merge_method": "linear",
-        "models": [{"model": str(each), "parameters": {"weight": 0.5}} for each in (llama, other)],
+        "models": [{"model": str(source), "parameters": {"weight": 0.5}} for source in (llama, other)],
     }
-    once = quantise(recipe, tmp_path / "once", given, name=format).out
+    once = quantise(recipe, tmp_path / "once", quantize_settings, name=format).out
     weightsmith.merge(recipe, tmp_path / "merged", progress=False, fsync=False)
-    then = quantise(tmp_path / "merged", tmp_path / "then", given, name=format).out
+    then = quantise(tmp_path / "merged", tmp_path / "then", quantize_settings, name=format).out
     assert (once / "model.safetensors").read_bytes() == (then / "model.safetensors").read_bytes()
     assert entry_of(once) == entry_of(then)
 
@@ -265,14 +267,14 @@ def test_a_merge_into_the_format_is_the_merge_and_then_the_format(format: str, l
 @pytest.mark.parametrize("calibration", [True, False])
 def test_a_cache_changes_no_weight(calibration: bool, llama: Path, tmp_path: Path) -> None:
     """Beside GPTQ's codes and beside rounded ones; the default text is built in."""
-    given = given_for(tmp_path, group_size=32, calibration_rows=2)
+    quantize_settings = given_for(tmp_path, group_size=32, calibration_rows=2)
     if not calibration:
-        given = replace(given, calibration=None)
-        plain = replace(given, calibration_rows=None, calibration_tokens=None)
+        quantize_settings = replace(quantize_settings, calibration=None)
+        plain = replace(quantize_settings, calibration_rows=None, calibration_tokens=None)
     else:
-        plain = given
+        plain = quantize_settings
     without = tensors_of(quantise(llama, tmp_path / "a", plain, name="w4a16").out)
-    with_cache = tensors_of(quantise(llama, tmp_path / "b", replace(given, kv_cache="fp8"), name="w4a16").out)
+    with_cache = tensors_of(quantise(llama, tmp_path / "b", replace(quantize_settings, kv_cache="fp8"), name="w4a16").out)
     added = {f"model.layers.{layer}.self_attn.{part}_scale" for layer in range(2) for part in "kv"}
     assert with_cache.keys() - without.keys() == added
     for name, array in without.items():
@@ -286,10 +288,10 @@ def test_a_cache_changes_no_weight(calibration: bool, llama: Path, tmp_path: Pat
 @pytest.mark.parametrize("format", ["fp8-static", "nvfp4"])
 def test_scales_are_dropped_with_a_note_when_a_model_is_read(format: str, llama: Path, tmp_path: Path) -> None:
     out = quantise(llama, tmp_path / "o", given_for(tmp_path, kv_cache="fp8"), name=format).out
-    made = weightsmith.dequantize(out, tmp_path / "plain", progress=False)
-    notes = [str(each) for each in made.warnings]
+    dequantised = weightsmith.dequantize(out, tmp_path / "plain", progress=False)
+    notes = [str(warning) for warning in dequantised.warnings]
     assert any("18 scale(s) of activations or of the KV cache are dropped" in note for note in notes), notes
-    note = next(each for each in weightsmith.inspect(out).notes if "are dropped" in each)
+    note = next(note for note in weightsmith.inspect(out).notes if "are dropped" in note)
     assert "plain weights have none; the first is 'model.layers.0." in note
     plain, before = tensors_of(tmp_path / "plain"), tensors_of(llama)
     assert plain.keys() == before.keys()
@@ -302,9 +304,9 @@ def test_scales_are_dropped_with_a_note_when_a_model_is_read(format: str, llama:
 # ---- errors
 
 
-def refusal(model: Path, format: str, given: QuantizeSettings) -> str:
+def refusal(model: Path, format: str, quantize_settings: QuantizeSettings) -> str:
     with pytest.raises(PlanError) as problem:
-        prepared_for(model, given, format)
+        prepared_for(model, quantize_settings, format)
     (finding,) = problem.value.problems
     return str(finding)
 
@@ -322,16 +324,16 @@ def test_settings_that_contradict_each_other(llama: Path, tmp_path: Path) -> Non
 
 
 def test_models_whose_cache_holds_something_else(llama: Path, tmp_path: Path) -> None:
-    given = given_for(tmp_path, kv_cache="fp8")
+    quantize_settings = given_for(tmp_path, kv_cache="fp8")
     (tmp_path / "m").mkdir()
     for file in llama.iterdir():
         (tmp_path / "m" / file.name).write_bytes(file.read_bytes())
     config = json.loads((llama / "config.json").read_text())
     (tmp_path / "m/config.json").write_text(json.dumps({**config, "num_kv_shared_layers": 1}))
-    assert "1 layers use the keys and values of others" in refusal(tmp_path / "m", "fp8-dynamic", given)
+    assert "1 layers use the keys and values of others" in refusal(tmp_path / "m", "fp8-dynamic", quantize_settings)
     tensors = {name.replace("k_proj", "kv_b_proj"): tensor for name, tensor in load_file(llama / "model.safetensors").items()}
     save_file(tensors, tmp_path / "m/model.safetensors", {"format": "pt"})
-    message = refusal(tmp_path / "m", "fp8-dynamic", given)
+    message = refusal(tmp_path / "m", "fp8-dynamic", quantize_settings)
     assert "no layer has self_attn.k_proj and self_attn.v_proj" in message
     assert "'llama'" in message
 
@@ -359,11 +361,11 @@ def test_errors_of_scales_do_not_propose_to_leave_out_the_text(llama: Path, tmp_
 
 @pytest.mark.slow
 def test_keys_that_are_too_large(tmp_path: Path) -> None:
-    model, given = save_model(tmp_path / "m"), given_for(tmp_path, kv_cache="fp8")
+    model, quantize_settings = save_model(tmp_path / "m"), given_for(tmp_path, kv_cache="fp8")
     changed(model, k_proj=3e38)
     changed(model, k_proj=3e38)
     with pytest.raises(NonFinite):
-        quantise(model, tmp_path / "o", given, name="fp8-dynamic")
+        quantise(model, tmp_path / "o", quantize_settings, name="fp8-dynamic")
     assert not (tmp_path / "o").exists()
 
 

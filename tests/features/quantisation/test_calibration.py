@@ -62,8 +62,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_each_layer_is_quantised_for_what_leaves_the_quantised_ones(llama: Path, tmp_path: Path) -> None:
     """States that leave a layer are those of its quantised weights, and they are removed when nothing needs them any more."""
-    given = settings(tmp_path)
-    with prepared_for(llama, given) as prepared:
+    quantize_settings = settings(tmp_path)
+    with prepared_for(llama, quantize_settings) as prepared:
         products = prepared.plan.products
         output = captured(prepared, products)
         specs = {step.out.name: step.out for product in products for step in product.steps}
@@ -75,7 +75,7 @@ def test_each_layer_is_quantised_for_what_leaves_the_quantised_ones(llama: Path,
                     weight = find_encoding(weights[name]).dequantise(stored, specs[name].shape)
                     model.get_parameter(name).data.copy_(torch.from_numpy(weight))
     with torch.inference_mode():
-        states = model(rows_for(given, llama), output_hidden_states=True).hidden_states
+        states = model(rows_for(quantize_settings, llama), output_hidden_states=True).hidden_states
     torch.testing.assert_close(torch.from_numpy(output.arrays["states 1"][0]), states[1], rtol=1e-4, atol=2e-5)
     log = output.log
     assert log[:6] == ["rows", "states 0", "-rows", "layer 0", "states 1", "-states 0"]
@@ -86,32 +86,32 @@ def test_each_layer_is_quantised_for_what_leaves_the_quantised_ones(llama: Path,
 @pytest.mark.slow
 def test_linear_layers_multiply_in_bfloat16_if_wanted(tmp_path: Path) -> None:
     model = save_model(tmp_path / "mixtral", "mixtral")
-    given = settings(tmp_path, bits=None, uniform=False)
-    found = {}
+    quantize_settings = settings(tmp_path, bits=None, uniform=False)
+    states = {}
     for dtype in ("float32", "bfloat16"):
-        with prepared_for(model, replace(given, calibration_dtype=dtype, group_size=32), "w4a16") as prepared:
+        with prepared_for(model, replace(quantize_settings, calibration_dtype=dtype, group_size=32), "w4a16") as prepared:
             output = captured(prepared, prepared.plan.products)
-            found[dtype] = torch.from_numpy(output.arrays["states 1"][0])
-    difference = (found["bfloat16"] - found["float32"]).norm() / (found["float32"] - found["float32"].mean()).norm()
+            states[dtype] = torch.from_numpy(output.arrays["states 1"][0])
+    difference = (states["bfloat16"] - states["float32"]).norm() / (states["float32"] - states["float32"].mean()).norm()
     assert 1e-5 < difference < 2e-2
 
 
 def output_error(ids: torch.Tensor, folder: Path, weights: Path) -> float:
     """Relative error of the logits."""
-    models = [transformers.AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32) for each in (folder, weights)]
+    models = [transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32) for source in (folder, weights)]
     with torch.inference_mode():
-        expected, found = (model(ids).logits for model in models)
-    return float((found - expected).norm() / expected.norm())
+        expected, actual = (model(ids).logits for model in models)
+    return float((actual - expected).norm() / expected.norm())
 
 
 @pytest.mark.slow
 def test_calibration_beats_rounding_to_nearest(llama: Path, tmp_path: Path) -> None:
     errors = []
-    for name, given in (
+    for name, quantize_settings in (
         ("calibrated", settings(tmp_path, bits=4)),
         ("rounded", QuantizeSettings(bits=4, calibration="none", uniform=True)),
     ):
-        quantise(llama, tmp_path / name, given)
+        quantise(llama, tmp_path / name, quantize_settings)
         weightsmith.dequantize(tmp_path / name, tmp_path / f"{name}-plain", progress=False)
         errors.append(output_error(rows_for(settings(tmp_path), llama), llama, tmp_path / f"{name}-plain"))
     assert errors[0] < 0.8 * errors[1], errors
@@ -120,11 +120,11 @@ def test_calibration_beats_rounding_to_nearest(llama: Path, tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["w4a16", "w8a16"])
 def test_gptq_beats_rounding_to_nearest_and_other_programs_read_it(llama: Path, tmp_path: Path, name: str) -> None:
-    given = settings(tmp_path, bits=None, uniform=False, group_size=32)
+    quantize_settings = settings(tmp_path, bits=None, uniform=False, group_size=32)
     errors = []
-    for out, each in (("gptq", given), ("rounded", QuantizeSettings(group_size=32))):
-        quantise(llama, tmp_path / out, each, name=name)
-        errors.append(output_error(rows_for(given, llama), llama, tmp_path / out))
+    for out, chosen in (("gptq", quantize_settings), ("rounded", QuantizeSettings(group_size=32))):
+        quantise(llama, tmp_path / out, chosen, name=name)
+        errors.append(output_error(rows_for(quantize_settings, llama), llama, tmp_path / out))
     assert errors[0] < 0.85 * errors[1], errors
 
 
@@ -135,10 +135,10 @@ def weights_of(folder: Path) -> bytes:
 @pytest.mark.matrix
 @pytest.mark.slow
 def test_the_bytes_depend_on_the_seed_and_the_text_and_not_on_threads(llama: Path, tmp_path: Path) -> None:
-    given = settings(tmp_path)
-    first = weights_of(quantise(llama, tmp_path / "a", given, threads=1).out)
-    assert weights_of(quantise(llama, tmp_path / "b", given, threads=5).out) == first
-    assert weights_of(quantise(llama, tmp_path / "c", given, seed=1).out) != first  # other rows of the text
+    quantize_settings = settings(tmp_path)
+    first = weights_of(quantise(llama, tmp_path / "a", quantize_settings, threads=1).out)
+    assert weights_of(quantise(llama, tmp_path / "b", quantize_settings, threads=5).out) == first
+    assert weights_of(quantise(llama, tmp_path / "c", quantize_settings, seed=1).out) != first  # other rows of the text
     (tmp_path / "other").mkdir()
     other = settings(tmp_path / "other")
     (tmp_path / "other/text.txt").write_text("Something else. " * 20)
@@ -153,13 +153,13 @@ class Counted:
         self._lock = threading.Lock()
         self._inside = self.most = 0
 
-    def __call__(self, *args: Any, **more: Any) -> Any:
+    def __call__(self, *args: Any, **options: Any) -> Any:
         with self._lock:
             self._inside += 1
             self.most = max(self.most, self._inside)
         time.sleep(0.05)
         try:
-            return self._function(*args, **more)
+            return self._function(*args, **options)
         finally:
             with self._lock:
                 self._inside -= 1
@@ -175,7 +175,7 @@ def test_factorisations_run_one_at_a_time_if_memory_is_short(
     """With a GPU, too: it gets its work from one thread, and processors factorise."""
     if gpu:
         monkeypatch.setattr(running, "on_cpu", lambda _device: False)
-    found = []
+    runs = []
     with prepared_for(llama, settings(tmp_path, uniform=uniform)) as prepared:
         last = "layer 0" if uniform else "measurement: measured 0"
         until = [product.name for product in prepared.plan.products].index(last) + 1
@@ -185,8 +185,8 @@ def test_factorisations_run_one_at_a_time_if_memory_is_short(
                 patch.setattr(hessians, "prepare", counted)
                 output = captured(prepared, prepared.plan.products[:until], memory)
             assert counted.most == at_once
-            found.append([array.tobytes() for arrays in output.arrays.values() for array in arrays])
-    assert found[0] == found[1]
+            runs.append([array.tobytes() for arrays in output.arrays.values() for array in arrays])
+    assert runs[0] == runs[1]
 
 
 @pytest.mark.slow
@@ -200,10 +200,10 @@ def test_hessians_of_experts_are_summed_within_a_budget(uniform: bool, tmp_path:
     def init(self: sums.Sums, statistic: Statistic, shapes: Mapping[str, tuple[int, int]], device: str = "cpu") -> None:
         plain(self, statistic, shapes, device)
         held.append(self)
-        taken.append(sum(total.nbytes for each in held for total in each._sums.values()))
+        taken.append(sum(total.nbytes for held_sums in held for total in held_sums._sums.values()))
 
     monkeypatch.setattr(sums.Sums, "__init__", init)
-    found, most = [], []
+    runs, most = [], []
     with prepared_for(save_model(tmp_path / "m", "mixtral"), settings(tmp_path, uniform=uniform)) as prepared:
         last = "layer 0" if uniform else "measurement: measured 0"
         until = [product.name for product in prepared.plan.products].index(last) + 1
@@ -211,11 +211,11 @@ def test_hessians_of_experts_are_summed_within_a_budget(uniform: bool, tmp_path:
         for memory in (None, limit):
             taken: list[int] = []
             output = captured(prepared, prepared.plan.products[:until], memory)
-            found.append([array.tobytes() for arrays in output.arrays.values() for array in arrays])
+            runs.append([array.tobytes() for arrays in output.arrays.values() for array in arrays])
             most.append(max(taken))
     assert most[0] > 200_000
     assert 0.36 * limit < most[1] <= 0.5 * limit
-    assert found[0] == found[1]
+    assert runs[0] == runs[1]
 
 
 @pytest.mark.slow
@@ -226,9 +226,9 @@ def test_a_merge_is_quantised_on_the_way(tmp_path: Path) -> None:
     models = [{"model": str(tmp_path / name), "parameters": {"weight": 1, "density": 0.5}} for name in "bc"]
     recipe = {"merge_method": "ties", "base_model": str(tmp_path / "a"), "models": models, "parameters": {"scope": "model"}}
     weightsmith.merge(recipe, tmp_path / "merged", progress=False)
-    given = settings(tmp_path)
-    direct = quantise(recipe, tmp_path / "direct", given).out
-    assert weights_of(direct) == weights_of(quantise(tmp_path / "merged", tmp_path / "after", given).out)
+    quantize_settings = settings(tmp_path)
+    direct = quantise(recipe, tmp_path / "direct", quantize_settings).out
+    assert weights_of(direct) == weights_of(quantise(tmp_path / "merged", tmp_path / "after", quantize_settings).out)
 
 
 # ---- measurement
@@ -237,8 +237,8 @@ def test_a_merge_is_quantised_on_the_way(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_options")
 def test_a_measurement_precedes_and_can_be_used_again(llama: Path, tmp_path: Path) -> None:
-    given = settings(tmp_path, uniform=False)
-    measured = quantise(llama, tmp_path / "a", given).out
+    quantize_settings = settings(tmp_path, uniform=False)
+    measured = quantise(llama, tmp_path / "a", quantize_settings).out
     data = json.loads((measured / "measurement.json").read_text())["measurement"]
     for block, options in data.items():
         if options is not None:
@@ -246,7 +246,7 @@ def test_a_measurement_precedes_and_can_be_used_again(llama: Path, tmp_path: Pat
             assert 1 - accuracies[0] > 10 * (1 - accuracies[-1]), block
             assert all(0 < accuracy < 1 for accuracy in accuracies)
     assert json.loads((measured / "weightsmith.json").read_text())["quantised"] == "exl2"
-    again = replace(given, measurement=str(measured / "measurement.json"))
+    again = replace(quantize_settings, measurement=str(measured / "measurement.json"))
     assert weights_of(quantise(llama, tmp_path / "b", again).out) == weights_of(measured)
     assert not list(tmp_path.glob(".*staging"))
     with prepared_for(llama, again) as prepared, pytest.raises(StoreError, match=r"measurement\.json would be lost"):
@@ -255,10 +255,12 @@ def test_a_measurement_precedes_and_can_be_used_again(llama: Path, tmp_path: Pat
 
 def test_statistics_of_other_users_are_no_part_of_a_measurement(llama: Path, tmp_path: Path) -> None:
     """They would be removed with it, and steps that read them could not run."""
-    given = settings(tmp_path, uniform=False)
-    with prepared_for(llama, given) as prepared:
+    quantize_settings = settings(tmp_path, uniform=False)
+    with prepared_for(llama, quantize_settings) as prepared:
         draft, model = PlanDraft.of(prepared.plan), input_of(prepared.inputs, 0)
-        text = text_for(model, given.calibration, given.calibration_rows, given.calibration_tokens, 0)
+        text = text_for(
+            model, quantize_settings.calibration, quantize_settings.calibration_rows, quantize_settings.calibration_tokens, 0
+        )
         others = statistic_products(lambda number: model, [StatisticRequest("gram", 0, text)])
     draft.products += others
     assert {product.op for product in others} == {"text_rows", "embedded_rows", "states", "statistic"}
@@ -279,10 +281,10 @@ def test_features_of_a_down_projection_beside_biases_stay_in_order(tmp_path: Pat
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_head_that_is_not_quantised_leaves_the_layers_as_they_are(name: str, tmp_path: Path) -> None:
     """gemma3 is tied and gets other names; llama has a head of its own."""
-    model, given = save_model(tmp_path / "m", name), settings(tmp_path)
-    merged = quantise(model, tmp_path / "plain", replace(given, head_bits=16))
+    model, quantize_settings = save_model(tmp_path / "m", name), settings(tmp_path)
+    merged = quantise(model, tmp_path / "plain", replace(quantize_settings, head_bits=16))
     assert "head" not in {product.name for product in merged.plan.products}
-    quantise(model, tmp_path / "out", given)
+    quantise(model, tmp_path / "out", quantize_settings)
     with open_checkpoint(tmp_path / "plain", raw=True) as plain, open_checkpoint(tmp_path / "out", raw=True) as other:
         layers = [key for key in other.specs if "lm_head" not in key]
         assert [key for key in plain.specs if key not in layers] == (["lm_head.weight"] if name == "llama" else [])
@@ -292,17 +294,17 @@ def test_a_head_that_is_not_quantised_leaves_the_layers_as_they_are(name: str, t
 
 @pytest.mark.slow
 def test_the_card_counts_weights(llama: Path, tmp_path: Path) -> None:
-    given = settings(tmp_path, bits=None, uniform=False, group_size=32)
-    with prepared_for(llama, given, "w4a16") as prepared:
+    quantize_settings = settings(tmp_path, bits=None, uniform=False, group_size=32)
+    with prepared_for(llama, quantize_settings, "w4a16") as prepared:
         out = execute(prepared, tmp_path / "out", RunOptions()).out
     assert "Quantised: w4a16 (14 of 21 tensors)." in (out / "README.md").read_text()
 
 
 @pytest.mark.slow
 def test_a_model_can_be_split_for_one_format_and_fused_for_the_next(tmp_path: Path) -> None:
-    phi3, given = save_model(tmp_path / "m", "phi3"), settings(tmp_path)
-    quantise(phi3, tmp_path / "exl2", given)  # q, k and v are one matrix each
-    fused = replace(given, bits=None, uniform=False, group_size=32)
+    phi3, quantize_settings = save_model(tmp_path / "m", "phi3"), settings(tmp_path)
+    quantise(phi3, tmp_path / "exl2", quantize_settings)  # q, k and v are one matrix each
+    fused = replace(quantize_settings, bits=None, uniform=False, group_size=32)
     assert "layer 0" in {product.name for product in quantise(phi3, tmp_path / "out", fused, name="w4a16").plan.products}
 
 
@@ -310,29 +312,29 @@ def test_a_model_can_be_split_for_one_format_and_fused_for_the_next(tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_options")
 def test_a_run_resumes_after_its_measurement(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = settings(tmp_path, uniform=False)
+    quantize_settings = settings(tmp_path, uniform=False)
 
     with interrupted(monkeypatch, "layer 0"):
-        quantise(llama, tmp_path / "a", given)
+        quantise(llama, tmp_path / "a", quantize_settings)
     with monkeypatch.context() as patch:
         patch.setattr("weightsmith._features.quantisation.calibration.costs._losses", None)  # fails if a layer is measured
-        found = weights_of(quantise(llama, tmp_path / "a", given).out)
-    assert found == weights_of(quantise(llama, tmp_path / "b", given).out)
+        weights = weights_of(quantise(llama, tmp_path / "a", quantize_settings).out)
+    assert weights == weights_of(quantise(llama, tmp_path / "b", quantize_settings).out)
 
 
 @pytest.mark.matrix
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_options")
 def test_a_measurement_is_resumed_for_other_bits(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = settings(tmp_path, uniform=False)
+    quantize_settings = settings(tmp_path, uniform=False)
 
     with interrupted(monkeypatch, "measurement: measured 1"):
-        quantise(llama, tmp_path / "a", given)
+        quantise(llama, tmp_path / "a", quantize_settings)
     with pytest.raises(CannotResume):
-        quantise(llama, tmp_path / "a", replace(given, calibration_rows=5))
-    other = replace(given, bits=5.0, head_bits=8)
-    found = weights_of(quantise(llama, tmp_path / "a", other).out)
-    assert found == weights_of(quantise(llama, tmp_path / "b", other).out)
+        quantise(llama, tmp_path / "a", replace(quantize_settings, calibration_rows=5))
+    other = replace(quantize_settings, bits=5.0, head_bits=8)
+    weights = weights_of(quantise(llama, tmp_path / "a", other).out)
+    assert weights == weights_of(quantise(llama, tmp_path / "b", other).out)
 
 
 @pytest.mark.cpu
@@ -340,9 +342,9 @@ def test_a_measurement_is_resumed_for_other_bits(llama: Path, tmp_path: Path, mo
 def test_a_calibration_begun_on_one_device_is_not_resumed_on_another(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = settings(tmp_path)
+    quantize_settings = settings(tmp_path)
 
-    with prepared_for(llama, given) as prepared:
+    with prepared_for(llama, quantize_settings) as prepared:
         with interrupted(monkeypatch, "layer 1"):
             execute(prepared, tmp_path / "out", RunOptions())
         with pytest.raises(CannotResume, match="device: cpu -> cuda"):
@@ -360,8 +362,10 @@ def test_a_token_with_a_massive_activation_does_not_hide_the_errors_of_the_other
     token = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id("T")
     tensors["model.embed_tokens.weight"][token] *= 1000
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    given = settings(tmp_path, uniform=False)
-    plain, massive = (_errors(quantise(model, tmp_path / f"out-{model.name}", given).out) for model in (llama, folder))
+    quantize_settings = settings(tmp_path, uniform=False)
+    plain, massive = (
+        _errors(quantise(model, tmp_path / f"out-{model.name}", quantize_settings).out) for model in (llama, folder)
+    )
     assert massive == pytest.approx(plain, rel=0.5)
 
 
@@ -394,16 +398,18 @@ weightsmith.quantize(*sys.argv[1:3], "exl2", **given)
 @pytest.mark.cpu
 @pytest.mark.slow
 def test_killed_and_run_again_it_gives_the_same_bytes(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given, out = settings(tmp_path), tmp_path / "out"
-    whole = weights_of(quantise(llama, tmp_path / "whole", given).out)
-    ran = forked_code(KILLED, llama, out, given.calibration)
+    quantize_settings, out = settings(tmp_path), tmp_path / "out"
+    whole = weights_of(quantise(llama, tmp_path / "whole", quantize_settings).out)
+    ran = forked_code(KILLED, llama, out, quantize_settings.calibration)
     assert ran.code == -signal.SIGKILL, ran.err
-    made: list[str] = []
+    calls: list[str] = []
     plain = layer.stages
-    monkeypatch.setattr(layer, "stages", lambda weights: made.append("layer") or plain(weights))
-    resumed = weightsmith.quantize(llama, out, "exl2", **{name: getattr(given, name) for name in given.changed}, progress=False)
+    monkeypatch.setattr(layer, "stages", lambda weights: calls.append("layer") or plain(weights))
+    resumed = weightsmith.quantize(
+        llama, out, "exl2", **{name: getattr(quantize_settings, name) for name in quantize_settings.changed}, progress=False
+    )
     assert weights_of(resumed.out) == whole
-    assert len(made) == 1
+    assert len(calls) == 1
     assert not staging_folder(out).exists()
 
 
@@ -412,25 +418,25 @@ def test_lost_states_are_computed_again_and_finished_layers_are_not(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run stops with every layer finished but the head; its states are lost."""
-    given, out = settings(tmp_path), tmp_path / "out"
+    quantize_settings, out = settings(tmp_path), tmp_path / "out"
 
     with interrupted(monkeypatch, "head"):
-        quantise(llama, out, given)
+        quantise(llama, out, quantize_settings)
     for file in (staging_folder(out) / "products").iterdir():
         if file.stat().st_size == 6 * 16 * 64 * 4:
             file.unlink()
     monkeypatch.setattr(layer, "stages", None)  # fails if a layer is quantised again
-    found = weights_of(quantise(llama, out, given).out)
+    weights = weights_of(quantise(llama, out, quantize_settings).out)
     monkeypatch.undo()
-    assert found == weights_of(quantise(llama, tmp_path / "whole", given).out)
+    assert weights == weights_of(quantise(llama, tmp_path / "whole", quantize_settings).out)
 
 
 @pytest.mark.slow
 def test_a_plan_survives_json(llama: Path, tmp_path: Path) -> None:
     old = tmp_path / "old"
     weightsmith.merge({"merge_method": "passthrough", "models": [{"model": str(llama)}]}, old, progress=False)
-    given = settings(old)
-    with prepared_for(llama, given) as prepared:
+    quantize_settings = settings(old)
+    with prepared_for(llama, quantize_settings) as prepared:
         with reopen(prepared.plan) as again, pytest.raises(StoreError, match=r"text\.txt would be lost"):
             execute(again, old, RunOptions(overwrite=True))
         assert llama / "tokenizer.json" in again.named
@@ -441,7 +447,7 @@ def test_a_plan_survives_json(llama: Path, tmp_path: Path) -> None:
             assert find_kind(product.op).check(replace(product, settings={"base": 1})) != ""
     (tmp_path / "plan.json").write_text(text)
     weightsmith.run(tmp_path / "plan.json", tmp_path / "run", progress=False)
-    assert weights_of(tmp_path / "run") == weights_of(quantise(llama, tmp_path / "out", given).out)
+    assert weights_of(tmp_path / "run") == weights_of(quantise(llama, tmp_path / "out", quantize_settings).out)
 
 
 # ---- bad input
@@ -465,18 +471,18 @@ def test_a_negative_seed_is_refused(llama: Path, tmp_path: Path) -> None:
 
 
 def _made(plan: dict[str, Any], op: str) -> dict[str, Any]:
-    found: dict[str, Any] = next(product for product in plan["products"] if product["op"] == op)
-    return found
+    product: dict[str, Any] = next(product for product in plan["products"] if product["op"] == op)
+    return product
 
 
 def _rows(plan: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = _made(plan, "text_rows")["settings"]
-    return found
+    product_settings: dict[str, Any] = _made(plan, "text_rows")["settings"]
+    return product_settings
 
 
 def _layer(plan: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = _made(plan, "quantised_layer")["settings"]
-    return found
+    product_settings: dict[str, Any] = _made(plan, "quantised_layer")["settings"]
+    return product_settings
 
 
 @pytest.mark.parametrize(
@@ -581,14 +587,14 @@ def test_an_activation_that_is_not_finite_is_one_error(tmp_path: Path) -> None:
 def test_a_bad_text_is_one_error(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, message: str
 ) -> None:
-    given = replace(settings(tmp_path), **change)
+    quantize_settings = replace(settings(tmp_path), **change)
     (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text":\n')
     (tmp_path / "deep.jsonl").write_text("[" * 70 + "]" * 70)
     (tmp_path / "large.jsonl").write_text("[" + "[]," * 10_000_000 + "0]")  # 30 MB of text, 600 MB of lists
     (tmp_path / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(PlanError) as caught:
-        quantise(llama, tmp_path / "out", given)
+        quantise(llama, tmp_path / "out", quantize_settings)
     assert len(caught.value.problems) == 1
     assert message in str(caught.value)
     assert not staging_folder(tmp_path / "out").exists()
@@ -602,9 +608,9 @@ def test_a_model_without_a_tokenizer_is_one_error(tmp_path: Path) -> None:
 
 
 def test_a_text_that_changed_after_planning_is_an_error(llama: Path, tmp_path: Path) -> None:
-    given = settings(tmp_path)
-    with prepared_for(llama, given) as prepared:
-        Path(str(given.calibration)).write_text("changed " * 100)
+    quantize_settings = settings(tmp_path)
+    with prepared_for(llama, quantize_settings) as prepared:
+        Path(str(quantize_settings.calibration)).write_text("changed " * 100)
         with pytest.raises(WeightsmithError, match="the text has changed"):
             execute(prepared, tmp_path / "out", RunOptions(card=False))
 

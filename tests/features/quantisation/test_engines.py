@@ -58,7 +58,7 @@ def plan(model: str, format: str, **options: Any) -> Any:
 
 
 def warned(model: str, format: str, **options: Any) -> list[str]:
-    return [str(each) for each in plan(model, format, **options).warnings]
+    return [str(warning) for warning in plan(model, format, **options).warnings]
 
 
 def refused(model: str, format: str, engine: str, **options: Any) -> str:
@@ -74,14 +74,14 @@ def test_sglang_has_no_kernel_for_widths_of_smollm2(tmp_path: Path) -> None:
     """vLLM pads them; SGLang's Marlin takes tiles of 64 by 128 or 128 by 64, of joined matrices."""
     model = save(tmp_path / "m", dense(576, 1536, 192))
     what = "SGLang 0.5.23 needs matrices that are a multiple of 64 by 128 or 128 by 64 (outputs by inputs): 4 weights"
-    (warning,) = [each for each in warned(model, "w4a16", group_size=64) if "SGLang" in each]
+    (warning,) = [warning for warning in warned(model, "w4a16", group_size=64) if "SGLang" in warning]
     assert warning == (
         f"model.layers.0.self_attn.q_proj.weight: {what}\n"
         "  -> Choose fp8-dynamic, fp8-static, int8, nvfp4a16, nvfp4, awq-4bit --group-size 64 for SGLang; "
         "or use transformers or vLLM."
     )
     assert what in refused(model, "w4a16", "sglang")
-    assert not [each for each in warned(model, "w4a16", group_size=64, engine="vllm") if "SGLang" in each]
+    assert not [warning for warning in warned(model, "w4a16", group_size=64, engine="vllm") if "SGLang" in warning]
 
 
 def test_a_matrix_that_fits_after_joining_is_run(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_the_last_part_of_a_joined_matrix_may_end_inside_a_block(tmp_path: Path)
 )
 def test_experts_that_a_program_does_not_run(format: str, engine: str, what: str, tmp_path: Path) -> None:
     model = save(tmp_path / "m", mixture(128, 128))
-    assert any(what in each for each in warned(model, format))
+    assert any(what in warning for warning in warned(model, format))
     assert what in refused(model, format, engine)
 
 
@@ -130,7 +130,7 @@ def test_an_expert_stored_in_two_formats_is_refused_by_engines_that_join_them(tm
     assert f"vLLM 0.33.0 {what}" in message
     assert "model.layers.0.mlp.experts.0.down_proj.weight" in message
     assert "w4a16 --group-size 32" in message
-    assert not [each for each in warned(model, "w4a16", engine="vllm") if "vLLM" in each]
+    assert not [warning for warning in warned(model, "w4a16", engine="vllm") if "vLLM" in warning]
 
 
 @pytest.mark.parametrize(("hidden", "inner", "size"), [(64, 64, "hidden"), (128, 96, "intermediate")])
@@ -144,11 +144,11 @@ def test_exllamav2_activates_64_features_at_a_time(experts: bool, tmp_path: Path
     """The intermediate size of 96 is meant, not the hidden size."""
     model = save(tmp_path / "m", mixture(96, 160) if experts else dense(96, 160, 96))
     what = "leaves the last features of MLPs without activation: their intermediate size must be a multiple of 64, not 160"
-    (warning,) = [each for each in warned(model, "gptq-4bit", group_size=32) if "ExLlamaV2 0.3.2" in each]
+    (warning,) = [warning for warning in warned(model, "gptq-4bit", group_size=32) if "ExLlamaV2 0.3.2" in warning]
     assert what in warning
     assert what in refused(model, "gptq-4bit", "exllamav2", group_size=32)
     fine = save(tmp_path / "fine", mixture(96, 192) if experts else dense(96, 192, 96))
-    assert not any("ExLlamaV2 0.3.2" in each for each in warned(fine, "gptq-4bit", group_size=32))
+    assert not any("ExLlamaV2 0.3.2" in warning for warning in warned(fine, "gptq-4bit", group_size=32))
 
 
 # ---- formats and families
@@ -171,10 +171,10 @@ def test_the_rope_is_where_exllamav2_and_mlx_lm_look(format_: str, key: str, oth
     """ExLlamaV2 ends if both keys are there."""
     rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 8192}
     model = save(tmp_path / "m", dense(256, 512, 256), rope_parameters=rope)
-    found = plan(model, format_).config
-    assert (found["rope_theta"], found["rope_scaling"][key], found["rope_scaling"]["factor"]) == (5e5, "llama3", 8.0)
-    assert other not in found["rope_scaling"]
-    assert found["rope_parameters"] == rope
+    config = plan(model, format_).config
+    assert (config["rope_theta"], config["rope_scaling"][key], config["rope_scaling"]["factor"]) == (5e5, "llama3", 8.0)
+    assert other not in config["rope_scaling"]
+    assert config["rope_parameters"] == rope
     assert "rope_theta" not in plan(model, "w4a16").config
 
 
@@ -183,8 +183,8 @@ def test_the_rope_of_older_keys_is_the_one_that_takes_effect(format_: str, tmp_p
     newer = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 8192}
     older = {"rope_type": "linear", "rope_theta": 2e5, "factor": 2.0}
     both = save(tmp_path / "both", dense(256, 512, 256), rope_theta=1e4, rope_parameters=newer, rope_scaling=older)
-    found = plan(both, format_).config
-    assert (found["rope_theta"], found["rope_scaling"]["factor"]) == (2e5, 2.0)
+    config = plan(both, format_).config
+    assert (config["rope_theta"], config["rope_scaling"]["factor"]) == (2e5, 2.0)
     other = save(tmp_path / "other", dense(256, 512, 256), rope_theta=1e4, rope_parameters=newer)
     assert plan(other, format_).config["rope_theta"] == 5e5
     lost = save(tmp_path / "lost", dense(256, 512, 256), rope_parameters=newer, rope_scaling={"type": "linear", "factor": 2.0})
@@ -197,22 +197,22 @@ def test_gemma3_has_its_other_rope_and_its_pattern_where_mlx_lm_looks(tmp_path: 
     ropes["sliding_attention"] = {"rope_type": "default", "rope_theta": 1e4}
     kinds = ["sliding_attention", "full_attention"]
     keys = {"model_type": "gemma3_text", "rope_parameters": ropes}
-    found = plan(save(tmp_path / "m", dense(128, 128, 128), layer_types=kinds * 2, **keys), "mlx-4bit").config
-    assert (found["rope_theta"], found["rope_local_base_freq"], found["sliding_window_pattern"]) == (1e6, 1e4, 2)
-    assert found["rope_scaling"]["type"] == "linear"
+    config = plan(save(tmp_path / "m", dense(128, 128, 128), layer_types=kinds * 2, **keys), "mlx-4bit").config
+    assert (config["rope_theta"], config["rope_local_base_freq"], config["sliding_window_pattern"]) == (1e6, 1e4, 2)
+    assert config["rope_scaling"]["type"] == "linear"
     assert not warned(save(tmp_path / "none", dense(128, 128, 128), model_type="gemma3_text", text_config=None), "mlx-4bit")
     stacked = save(tmp_path / "stacked", dense(128, 128, 128), layer_types=[*kinds, *kinds[:1], *kinds], **keys)
-    assert [each for each in warned(stacked, "mlx-4bit") if "every n-th" in each]
+    assert [warning for warning in warned(stacked, "mlx-4bit") if "every n-th" in warning]
 
 
 def test_keys_that_mlx_lm_requires_are_there_without_a_value(tmp_path: Path) -> None:
     rope = {"rope_type": "default", "rope_theta": 3e5, "partial_rotary_factor": 0.25}
     keys = {"num_local_experts": 8, "model_type": "qwen3_moe"}
-    found = plan(save(tmp_path / "m", dense(128, 128, 128), rope_parameters=rope, **keys), "mlx-4bit").config
-    assert (found["rope_scaling"], found["partial_rotary_factor"], found["num_experts"]) == (None, 0.25, 8)
+    config = plan(save(tmp_path / "m", dense(128, 128, 128), rope_parameters=rope, **keys), "mlx-4bit").config
+    assert (config["rope_scaling"], config["partial_rotary_factor"], config["num_experts"]) == (None, 0.25, 8)
     neox = save(tmp_path / "neox", dense(128, 128, 128), rope_parameters=rope, model_type="gpt_neox")
-    found = plan(neox, "mlx-4bit").config
-    assert (found["rotary_emb_base"], found["rotary_pct"]) == (3e5, 0.25)
+    config = plan(neox, "mlx-4bit").config
+    assert (config["rotary_emb_base"], config["rotary_pct"]) == (3e5, 0.25)
 
 
 def test_a_family_that_mlx_lm_does_not_have(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_mixtures_whose_experts_mlx_lm_does_not_join(tmp_path: Path) -> None:
     }
     model = save(tmp_path / "m", {**dense(128, 128, 128), **experts}, model_type="minimax")
     what = "mlx-lm 0.32.2 does not load experts of minimax stored as mlx-4bit"
-    assert [each for each in warned(model, "mlx-4bit") if what in each]
+    assert [warning for warning in warned(model, "mlx-4bit") if what in warning]
     assert what in refused(model, "mlx-4bit", "mlx-lm")
     assert not warned(save(tmp_path / "known", {**dense(128, 128, 128), **experts}, model_type="qwen2_moe"), "mlx-4bit")
 
@@ -262,19 +262,19 @@ def test_every_format_has_a_program_and_every_row_a_format() -> None:
     """ComfyUI runs no language models: its formats are no rows."""
     ours = [name for name, format in FORMATS.items() if format.readers != "ComfyUI"]
     names = {"gguf" if name.startswith("gguf-") else name for name in ours}
-    assert {name for each in SUPPORT for name in each.formats} == names
-    assert {each.engine for each in SUPPORT} == set(ENGINE_NAMES)
-    assert all(each.source for each in SUPPORT)
+    assert {name for row in SUPPORT for name in row.formats} == names
+    assert {row.engine for row in SUPPORT} == set(ENGINE_NAMES)
+    assert all(row.source for row in SUPPORT)
 
 
 def test_the_readers_of_a_format_are_in_the_table() -> None:
     """`--list` and the page name programs; each of ours has a row, and no other one has."""
-    by_title: Mapping[str, str] = {each.title: each.name for each in ENGINES}
+    by_title: Mapping[str, str] = {engine.title: engine.name for engine in ENGINES}
     for name, format in FORMATS.items():
         for reader in format.readers.split(", "):
             if reader in by_title:
                 assert find_support(by_title[reader], name) is not None, (name, reader)
-        served = {each.title for each in engines_of(name)} - {"transformers", "SGLang"}
+        served = {engine.title for engine in engines_of(name)} - {"transformers", "SGLang"}
         assert all(any(title in reader for reader in format.readers.split(", ")) for title in served), name
 
 

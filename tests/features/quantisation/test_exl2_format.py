@@ -50,10 +50,10 @@ def shapes_of(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         **{"self_attn.o_proj": (H, H), "mlp.gate_proj": (I, H), "mlp.up_proj": (I, H), "mlp.down_proj": (H, I)},
         **{"input_layernorm": (H,), "post_attention_layernorm": (H,)},
     }
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, H), "model.norm.weight": (H,)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, H), "model.norm.weight": (H,)}
     for i in range(config["num_hidden_layers"]):
-        found |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layers.items()}
-    return found
+        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layers.items()}
+    return shapes
 
 
 def with_mlps_of(width: int) -> dict[str, tuple[int, ...]]:
@@ -84,8 +84,8 @@ def tensors_of(folder: str | Path, *, raw: bool = False) -> dict[str, np.ndarray
 
 
 def config_of(folder: str | Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
-    return found
+    config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
+    return config
 
 
 @pytest.mark.slow
@@ -104,9 +104,9 @@ def test_a_model_is_quantised_and_dequantised(model: Path, cli: Cli) -> None:
     config = config_of("q")
     assert config["rope_theta"] == 50000.0
     assert config["tie_word_embeddings"] is True
-    found = config["quantization_config"]
-    assert (found["quant_method"], found["version"], found["head_bits"]) == ("exl2", "0.3.2", 6)
-    assert found["calibration"] == {"rows": 0, "length": 0, "dataset": "none"}
+    entry = config["quantization_config"]
+    assert (entry["quant_method"], entry["version"], entry["head_bits"]) == ("exl2", "0.3.2", 6)
+    assert entry["calibration"] == {"rows": 0, "length": 0, "dataset": "none"}
     assert json.loads(Path("q/weightsmith.json").read_text())["quantised"] == "exl2"
 
     assert cli("dequantize", "q", "d", "--quiet").code == 0
@@ -121,10 +121,10 @@ def test_a_model_is_quantised_and_dequantised(model: Path, cli: Cli) -> None:
         source = plain.get(step.out.name, plain["model.embed_tokens.weight"]).astype(np.float32)
         if step.family == "exl2":
             groups, order = groups_of(parse(step.encoding).params, source.shape[1]), by_norm(source)
-            made = store(
+            matrix = store(
                 source.shape, groups, order, lambda s, w=source, o=order, g=groups: round_plainly(w, o, g, s, half=True)
             )
-            expected = dequantise_matrix(made)
+            expected = dequantise_matrix(matrix)
         else:
             expected = source.astype(np.float16)
         np.testing.assert_array_equal(decoded[step.out.name], expected, step.out.name)
@@ -145,8 +145,8 @@ def test_a_matrix_of_several_tiles_is_encoded_as_a_whole(tmp_path: Path) -> None
     embedding = tensors_of(tmp_path / "m")["model.embed_tokens.weight"].astype(np.float32)
     for threads in (1, 3):
         weightsmith.quantize(tmp_path / "m", tmp_path / f"q{threads}", "exl2", bits=4.5, threads=threads, **NONE)
-        found = tensors_of(tmp_path / f"q{threads}")["lm_head.weight"]
-        assert np.linalg.norm(found - embedding) < 0.05 * np.linalg.norm(embedding)
+        decoded = tensors_of(tmp_path / f"q{threads}")["lm_head.weight"]
+        assert np.linalg.norm(decoded - embedding) < 0.05 * np.linalg.norm(embedding)
     files = [(tmp_path / f"q{threads}" / "model.safetensors").read_bytes() for threads in (1, 3)]
     assert files[0] == files[1]
 
@@ -227,7 +227,7 @@ def test_uniform_gives_all_blocks_of_a_kind_the_same(model: Path) -> None:
     for step in plan.steps:
         if "_proj" in step.out.name:
             by_module.setdefault(step.out.name.split(".", 3)[3], set()).add(step.encoding)
-    assert {len(found) for found in by_module.values()} == {1}
+    assert {len(widths) for widths in by_module.values()} == {1}
 
 
 @pytest.mark.parametrize("head_bits", [2, 3, 4, 5, 6, 8])
@@ -260,8 +260,8 @@ def test_a_head_that_is_stored_and_tied_is_not_lost(head_bits: int, tmp_path: Pa
     """transformers uses it if it differs from the embedding."""
     write(tmp_path / "m", LLAMA, shapes_of(LLAMA) | {"lm_head.weight": (VOCAB, H)})
     weightsmith.quantize(tmp_path / "m", tmp_path / "q", "exl2", bits=5, head_bits=head_bits, **NONE)
-    head, found = (tensors_of(tmp_path / name)["lm_head.weight"].astype(np.float32) for name in "mq")
-    assert np.linalg.norm(found - head) < 0.05 * np.linalg.norm(head)
+    head, decoded = (tensors_of(tmp_path / name)["lm_head.weight"].astype(np.float32) for name in "mq")
+    assert np.linalg.norm(decoded - head) < 0.05 * np.linalg.norm(head)
 
 
 def test_a_head_that_is_left_out_is_tied_in_the_config(tmp_path: Path) -> None:
@@ -309,11 +309,11 @@ def test_what_exllamav2_computes_in_another_way_is_a_warning(changes: Mapping[st
     """With the plan, so before a measurement, and once."""
     write(tmp_path / "m", {**LLAMA, "max_position_embeddings": 256, **changes}, with_mlps_of(128))
     recipe = {"merge_method": "passthrough", "models": [{"model": str(tmp_path / "m")}]}
-    found = [str(each) for each in weightsmith.plan(recipe, quantize="exl2", bits=5, **PLAN).warnings]
-    assert [each for each in found if "ExLlamaV2 0.3.2, which is archived" in each]
-    others = [each for each in found if "archived" not in each]
+    messages = [str(warning) for warning in weightsmith.plan(recipe, quantize="exl2", bits=5, **PLAN).warnings]
+    assert [message for message in messages if "ExLlamaV2 0.3.2, which is archived" in message]
+    others = [message for message in messages if "archived" not in message]
     assert len(others) == (text != "")
-    assert all(text in each and "in config.json" in each for each in others)
+    assert all(text in message and "in config.json" in message for message in others)
 
 
 @pytest.mark.parametrize("measured", [False, True])
@@ -324,7 +324,7 @@ def test_an_mlp_that_exllamav2_does_not_activate_is_named(measured: bool, tmp_pa
     text = {"calibration": str(tmp_path / "text.txt"), "calibration_rows": 2, "calibration_tokens": 16} if measured else PLAN
     options: dict[str, Any] = {"quantize": "exl2", "bits": 5, **text}
     what = "leaves the last features of MLPs without activation: their intermediate size must be a multiple of 64, not 96"
-    (warning,) = [str(each) for each in weightsmith.plan(recipe, **options).warnings if "MLPs" in str(each)]
+    (warning,) = [str(warning) for warning in weightsmith.plan(recipe, **options).warnings if "MLPs" in str(warning)]
     assert f"model.layers.0.mlp.down_proj.weight: ExLlamaV2 0.3.2 {what}: 2 weights" in warning
     assert "Choose a gguf format" in warning
     with pytest.raises(PlanError, match="a multiple of 64, not 96"):
@@ -371,8 +371,8 @@ def test_phi3_is_split_and_joined_again(tmp_path: Path) -> None:
     decoded = tensors_of(tmp_path / "q")
     assert set(decoded) == {*plain, "lm_head.weight"}
     for name, array in plain.items():
-        found, expected = decoded[name].astype(np.float32), array.astype(np.float32)
-        assert np.linalg.norm(found - expected) < 0.05 * np.linalg.norm(expected), name
+        actual, expected = decoded[name].astype(np.float32), array.astype(np.float32)
+        assert np.linalg.norm(actual - expected) < 0.05 * np.linalg.norm(expected), name
 
 
 @pytest.mark.parametrize("style", ["mixtral", "qwen3"])
@@ -405,11 +405,11 @@ def test_gemma3_gets_the_names_that_exllamav2_knows(tmp_path: Path) -> None:
     write(tmp_path / "m", config)
     weightsmith.quantize(tmp_path / "m", tmp_path / "q", "exl2", bits=4.5, **NONE)
     assert {name.partition(".")[0] for name in tensors_of(tmp_path / "q", raw=True)} == {"language_model"}
-    found = config_of(tmp_path / "q")
-    assert found["architectures"] == ["Gemma3ForConditionalGeneration"]
-    assert found["sliding_window_pattern"] == 2
-    assert found["text_config"]["rope_theta"] == 1e6
-    assert found["text_config"]["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
+    stored_config = config_of(tmp_path / "q")
+    assert stored_config["architectures"] == ["Gemma3ForConditionalGeneration"]
+    assert stored_config["sliding_window_pattern"] == 2
+    assert stored_config["text_config"]["rope_theta"] == 1e6
+    assert stored_config["text_config"]["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
     weightsmith.dequantize(tmp_path / "q", tmp_path / "d", progress=False)
     assert set(tensors_of(tmp_path / "d")) == {*tensors_of(tmp_path / "m"), "lm_head.weight"}
     plain = config_of(tmp_path / "d")
@@ -448,12 +448,12 @@ def test_a_measurement_chooses(model: Path) -> None:
 def test_the_files_have_the_size_that_is_asked_for(nbytes: int, head_bits: int, tmp_path: Path) -> None:
     """As many bits as fit; 8 if all do."""
     write(tmp_path / "m", {**LLAMA, "num_hidden_layers": 6})
-    made = weightsmith.quantize(tmp_path / "m", tmp_path / "q", "exl2", size_bytes=nbytes, head_bits=head_bits, **NONE)
+    quantised = weightsmith.quantize(tmp_path / "m", tmp_path / "q", "exl2", size_bytes=nbytes, head_bits=head_bits, **NONE)
     total = sum(path.stat().st_size for path in (tmp_path / "q").glob("*.safetensors"))
     assert total <= nbytes
     if nbytes < 10**9:
         assert total > 0.9 * nbytes
-        assert made.warnings
+        assert quantised.warnings
     else:
         assert config_of(tmp_path / "q")["quantization_config"]["bits"] > 8
 

@@ -131,8 +131,8 @@ def test_the_golden_tensor() -> None:
 
 
 def test_scales_are_computed_in_float16_with_subnormals() -> None:
-    found = scale_values(np.array([0.0123, 0.000784], np.float16), np.array([15, 7, 0])).astype(np.float16).view(np.uint16)
-    assert [[f"{x:04x}" for x in row] for row in found] == [["224c", "1a4c", "0326"], ["1260", "0a60", "0033"]]
+    scales = scale_values(np.array([0.0123, 0.000784], np.float16), np.array([15, 7, 0])).astype(np.float16).view(np.uint16)
+    assert [[f"{x:04x}" for x in row] for row in scales] == [["224c", "1a4c", "0326"], ["1260", "0a60", "0033"]]
 
 
 @st.composite
@@ -155,10 +155,10 @@ def test_what_is_stored_decodes_as_the_description_says(
     m = quantised(weight, x.T @ x if with_hessian else None, groups)
     for spec, array in zip(stored_specs("m", groups, k, n), m.arrays, strict=True):
         assert (array.shape, array.dtype) == (spec.shape, spec.dtype.numpy)
-    found = dequantise_matrix(m)
-    assert found.dtype == np.float16
-    assert found.shape == weight.shape
-    np.testing.assert_array_equal(found, slowly(m))
+    decoded = dequantise_matrix(m)
+    assert decoded.dtype == np.float16
+    assert decoded.shape == weight.shape
+    np.testing.assert_array_equal(decoded, slowly(m))
 
 
 # ---- the quantiser
@@ -168,7 +168,7 @@ def test_what_is_stored_decodes_as_the_description_says(
 def test_plain_rounding_takes_the_nearest_value_that_the_scales_allow(bits: int) -> None:
     weight = random_weight(40, 96)
     m = quantised(weight, None, (Group(bits, 64), Group(bits, 32)))
-    found, half = dequantise_matrix(m).astype(np.float64), weight.astype(np.float16).astype(np.float64)
+    decoded, half = dequantise_matrix(m).astype(np.float64), weight.astype(np.float16).astype(np.float64)
     for g, features in enumerate((slice(0, 64), slice(64, 96))):
         nibbles = m.q_scale.view(np.uint32)[g, np.arange(40) // 8] >> (4 * (np.arange(40) % 8)).astype(np.uint32) & np.uint32(
             15
@@ -177,7 +177,7 @@ def test_plain_rounding_takes_the_nearest_value_that_the_scales_allow(bits: int)
         scales = (np.float32(step) * (nibbles + np.float32(1)) ** 2).astype(np.float16).astype(np.float64)
         values = scales[:, None, None] * np.arange(-(1 << (bits - 1)), 1 << (bits - 1))
         nearest = np.abs(values - half[:, features, None]).min(-1)
-        np.testing.assert_allclose(np.abs(found[:, features] - half[:, features]), nearest, atol=2**-10 * np.abs(half).max())
+        np.testing.assert_allclose(np.abs(decoded[:, features] - half[:, features]), nearest, atol=2**-10 * np.abs(half).max())
 
 
 def test_the_search_finds_the_scale_of_the_whole_grid() -> None:
@@ -200,8 +200,8 @@ def test_with_a_hessian_the_output_of_the_layer_changes_less(bits: int, least: f
     y, groups = x @ weight.T, (Group(bits, 128), Group(bits, 128))
 
     def error(hessian: np.ndarray | None) -> float:
-        found = dequantise_matrix(quantised(weight, hessian, groups)).astype(np.float32)
-        return float(np.linalg.norm(x @ found.T - y) / np.linalg.norm(y))
+        decoded = dequantise_matrix(quantised(weight, hessian, groups)).astype(np.float32)
+        return float(np.linalg.norm(x @ decoded.T - y) / np.linalg.norm(y))
 
     assert error(None) > least * error(x.T @ x)
 
@@ -209,11 +209,11 @@ def test_with_a_hessian_the_output_of_the_layer_changes_less(bits: int, least: f
 def test_the_factor_is_that_of_the_inverse() -> None:
     x = random_inputs(200)
     hessian = x.T @ x
-    found = prepare(hessian)
+    prepared = prepare(hessian)
     diagonal = hessian.diagonal()
-    assert (np.diff(diagonal[found.order]) <= 0).all()
-    damped = hessian[np.ix_(found.order, found.order)] + 0.12 * diagonal.mean() * np.eye(200)
-    factor = found.factor.numpy().astype(np.float64)
+    assert (np.diff(diagonal[prepared.order]) <= 0).all()
+    damped = hessian[np.ix_(prepared.order, prepared.order)] + 0.12 * diagonal.mean() * np.eye(200)
+    factor = prepared.factor.numpy().astype(np.float64)
     assert (np.tril(factor, -1) == 0).all()
     np.testing.assert_allclose(factor.T @ factor @ damped, np.eye(200), atol=1e-4)
 
@@ -224,18 +224,18 @@ def test_a_factor_of_several_blocks_is_that_of_the_inverse_on_any_number_of_thre
     features = 2 * INVERTED + 70
     x = np.random.default_rng(1).standard_normal((1500, features)).astype(np.float32)
     hessian = x.T @ x
-    found = prepare(hessian)
-    damped = hessian[np.ix_(found.order, found.order)] + 0.12 * hessian.diagonal().mean() * np.eye(features)
-    factor = found.factor.numpy().astype(np.float64)
+    prepared = prepare(hessian)
+    damped = hessian[np.ix_(prepared.order, prepared.order)] + 0.12 * hessian.diagonal().mean() * np.eye(features)
+    factor = prepared.factor.numpy().astype(np.float64)
     assert (np.tril(factor, -1) == 0).all()
     np.testing.assert_allclose(factor.T @ factor @ damped, np.eye(features), atol=1e-4)
-    assert (prepare(hessian, threads=3).factor.numpy() == found.factor.numpy()).all()
+    assert (prepare(hessian, threads=3).factor.numpy() == prepared.factor.numpy()).all()
 
 
 def by_rows(weight: np.ndarray, hessian: np.ndarray, groups: Groups) -> np.ndarray:
     """The quantiser's loop in float64, one row at a time, with the same scales: float64 [N, K]."""
-    found = prepare(hessian)
-    u, w = found.factor.numpy().astype(np.float64), weight.astype(np.float16).astype(np.float64).T[found.order]
+    prepared = prepare(hessian)
+    u, w = prepared.factor.numpy().astype(np.float64), weight.astype(np.float16).astype(np.float64).T[prepared.order]
     out, first = np.empty_like(w), 0
     for bits, rows in groups:
         _, _, scales, _ = find_scales(w[first : first + rows].astype(np.float32), bits, 48)
@@ -245,7 +245,7 @@ def by_rows(weight: np.ndarray, hessian: np.ndarray, groups: Groups) -> np.ndarr
             w[k + 1 :] -= np.outer(u[k, k + 1 :], (w[k] - out[k]) / u[k, k])
         first += rows
     result = np.empty_like(out)
-    result[found.order] = out
+    result[prepared.order] = out
     return result.T
 
 
@@ -253,8 +253,8 @@ def test_errors_are_passed_on_to_all_later_rows() -> None:
     groups = (Group(6, 32), Group(5, 64), Group(3, 64), Group(3, 32), Group(2, 128))
     weight, x = random_weight(32, 320), random_inputs(320)
     expected = by_rows(weight, x.T @ x, groups)
-    found = dequantise_matrix(quantised(weight, x.T @ x, groups)).astype(np.float64)
-    assert (np.abs(found - expected) > 1e-3 * np.abs(expected).max()).mean() < 0.01  # float32 rounds some the other way
+    decoded = dequantise_matrix(quantised(weight, x.T @ x, groups)).astype(np.float64)
+    assert (np.abs(decoded - expected) > 1e-3 * np.abs(expected).max()).mean() < 0.01  # float32 rounds some the other way
 
 
 @pytest.mark.parametrize("page_bytes", [4096, 3 << 15])
@@ -276,19 +276,19 @@ def test_a_weight_that_is_read_is_given_back_as_it_is_put_in_order(page_bytes: i
 
     monkeypatch.setattr(mmap, "PAGESIZE", page_bytes)
     monkeypatch.setattr(Unread, "read", read)
-    found = quantised(Unread((n, k), lambda out: np.copyto(out, weight)), x.T @ x, FOUR)
+    matrix = quantised(Unread((n, k), lambda out: np.copyto(out, weight)), x.T @ x, FOUR)
     expected = quantised(weight, x.T @ x, FOUR)
-    assert all(a.tobytes() == b.tobytes() for a, b in zip(found.arrays, expected.arrays, strict=True))
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(matrix.arrays, expected.arrays, strict=True))
     assert given_back[-1] > array.nbytes - page_bytes
 
 
 @pytest.mark.parametrize("hessian", [True, False])
 def test_a_weight_that_is_read_gives_the_same_bytes(hessian: bool) -> None:
     weight, x = random_weight(COPIED + 40, 64), random_inputs(64)
-    given = x.T @ x if hessian else None
-    found = quantised(Unread((COPIED + 40, 64), lambda out: np.copyto(out, weight)), given, FOUR)
-    expected = quantised(weight, given, FOUR)
-    assert all(a.tobytes() == b.tobytes() for a, b in zip(found.arrays, expected.arrays, strict=True))
+    moments = x.T @ x if hessian else None
+    matrix = quantised(Unread((COPIED + 40, 64), lambda out: np.copyto(out, weight)), moments, FOUR)
+    expected = quantised(weight, moments, FOUR)
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(matrix.arrays, expected.arrays, strict=True))
 
 
 @pytest.mark.matrix
@@ -297,14 +297,14 @@ def test_the_bytes_do_not_depend_on_the_number_of_threads() -> None:
     import torch
 
     weight, x = random_weight(96, 512), random_inputs(512)
-    before, found = torch.get_num_threads(), []
+    before, stored = torch.get_num_threads(), []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         m = quantised(weight, x.T @ x, tuple(Group(3, 128) for _ in range(4)))
-        found.append([array.tobytes() for array in m.arrays])
+        stored.append([array.tobytes() for array in m.arrays])
         assert torch.get_num_threads() == threads
     torch.set_num_threads(before)
-    assert found[0] == found[1] == found[2]
+    assert stored[0] == stored[1] == stored[2]
 
 
 def test_inputs_that_are_always_zero_and_features_without_weights() -> None:
@@ -313,15 +313,15 @@ def test_inputs_that_are_always_zero_and_features_without_weights() -> None:
     weight = random_weight(32, 64)
     weight[:, 40:] = 0
     weight[5] = 0
-    found = dequantise_matrix(quantised(weight, x.T @ x, FOUR))
-    assert np.isfinite(found).all()
-    assert not found[5].any()
+    decoded = dequantise_matrix(quantised(weight, x.T @ x, FOUR))
+    assert np.isfinite(decoded).all()
+    assert not decoded[5].any()
     assert not dequantise_matrix(quantised(np.zeros((32, 64), np.float32), np.zeros((64, 64), np.float32), FOUR)).any()
 
 
 def test_a_weight_too_small_for_scales_becomes_zero() -> None:
-    found = dequantise_matrix(quantised(random_weight(32, 64, scale=1e-8), None, FOUR))
-    assert not found.any()
+    decoded = dequantise_matrix(quantised(random_weight(32, 64, scale=1e-8), None, FOUR))
+    assert not decoded.any()
 
 
 def test_columns_are_padded_with_zeros() -> None:
@@ -374,9 +374,9 @@ def test_illegal_groups_are_rejected(groups: Groups, k: int, why: str) -> None:
 
 
 def _repeated(q_invperm: np.ndarray) -> np.ndarray:
-    found = q_invperm.copy()
-    found[3] = found[4]
-    return found
+    permutation = q_invperm.copy()
+    permutation[3] = permutation[4]
+    return permutation
 
 
 HOSTILE = {
@@ -420,18 +420,18 @@ def test_integers_rounded_to_nearest_are_those_of_the_stored_format(encoding: st
     kind, spec = find_encoding(encoding), TensorSpec("x.weight", DTYPES["F32"], weight.shape)
     outs = [np.empty(out.nbytes, np.uint8) for out in kind.outs(spec)]
     kind.encode(spec, weight, 0, outs, np.empty(0, np.float32))
-    found = kind.quantise(weight, None, 1)
-    for out, stored, array in zip(kind.outs(spec), outs, found, strict=True):
+    arrays = kind.quantise(weight, None, 1)
+    for out, stored, array in zip(kind.outs(spec), outs, arrays, strict=True):
         assert (array.dtype, array.shape) == (out.dtype.numpy, out.shape)
         assert array.tobytes() == stored.tobytes(), out.name
     if encoding[0] != "w":
-        assert np.linalg.norm(kind.dequantise(found, weight.shape) - weight) < 0.12 * np.linalg.norm(weight)
+        assert np.linalg.norm(kind.dequantise(arrays, weight.shape) - weight) < 0.12 * np.linalg.norm(weight)
         return
     bits = int(encoding[1])
-    words, scales = found[0].view(np.uint32), found[1].astype(np.float32)
+    words, scales = arrays[0].view(np.uint32), arrays[1].astype(np.float32)
     codes = np.stack([words >> np.uint32(bits * i) & np.uint32(2**bits - 1) for i in range(32 // bits)], -1).reshape(24, 256)
     expected = (codes.astype(np.float32) - 2 ** (bits - 1)) * np.repeat(scales, 256 // scales.shape[1], 1)
-    np.testing.assert_array_equal(kind.dequantise(found, weight.shape), expected)
+    np.testing.assert_array_equal(kind.dequantise(arrays, weight.shape), expected)
 
 
 @pytest.mark.parametrize("encoding", ["w4a16", "gptq-4bit", "awq-4bit"])
@@ -440,8 +440,8 @@ def test_integers_with_a_hessian_change_the_output_less(encoding: str) -> None:
     y = x @ weight.T
 
     def error(hessian: FactoredHessian | None) -> float:
-        found = kind.dequantise(kind.quantise(weight, hessian, 1), weight.shape)
-        return float(np.linalg.norm(x @ found.T - y) / np.linalg.norm(y))
+        decoded = kind.dequantise(kind.quantise(weight, hessian, 1), weight.shape)
+        return float(np.linalg.norm(x @ decoded.T - y) / np.linalg.norm(y))
 
     assert error(None) > 1.35 * error(prepare(x.T @ x))
 
@@ -449,10 +449,10 @@ def test_integers_with_a_hessian_change_the_output_less(encoding: str) -> None:
 @pytest.mark.parametrize(("name", "other"), [("w4a16-g64", "gptq-4bit-g64"), ("w8a16", "gptq-8bit")])
 def test_gptq_holds_the_numbers_of_packed_integers_with_and_without_a_hessian(name: str, other: str) -> None:
     weight, x = random_weight(64, 256), random_inputs(256)
-    kinds = [find_encoding(each) for each in (name, other)]
+    kinds = [find_encoding(kind_name) for kind_name in (name, other)]
     for hessian in (None, prepare(x.T @ x)):
-        found = [kind.dequantise(kind.quantise(weight, hessian, 1), weight.shape) for kind in kinds]
-        np.testing.assert_array_equal(*found)
+        decoded = [kind.dequantise(kind.quantise(weight, hessian, 1), weight.shape) for kind in kinds]
+        np.testing.assert_array_equal(*decoded)
 
 
 def test_a_weight_that_is_no_number_is_refused() -> None:

@@ -44,7 +44,14 @@ def test_sizes_of_all_options() -> None:
     assert [total(ATTENTION[0]), total(ATTENTION[18])] == [143_142_912, 539_498_496]
     assert [total(MLP[0]), total(MLP[16])] == [304_011_760, 1_086_979_104]
     heads = {bits: bits_of(groups_of(p, 4096), 4096, 32000) / (4096 * 32000) for bits, p in HEAD.items()}
-    assert {bits: round(found, 2) for bits, found in heads.items()} == {2: 2.74, 3: 3.28, 4: 4.44, 5: 5.19, 6: 6.34, 8: 8.03}
+    assert {bits: round(average, 2) for bits, average in heads.items()} == {
+        2: 2.74,
+        3: 3.28,
+        4: 4.44,
+        5: 5.19,
+        6: 6.34,
+        8: 8.03,
+    }
 
 
 def test_numbers_of_distinct_settings() -> None:

@@ -62,10 +62,10 @@ def shapes_of(config: Mapping[str, Any], *, mixture: bool = False) -> dict[str, 
     }
     if not mixture:
         layers |= {"mlp.gate_proj": (I, H), "mlp.up_proj": (I, H), "mlp.down_proj": (H, I)}
-    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, H), "model.norm.weight": (H,)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, H), "model.norm.weight": (H,)}
     for i in range(config["num_hidden_layers"]):
-        found |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layers.items()}
-    return found
+        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layers.items()}
+    return shapes
 
 
 def write(folder: Path, config: Mapping[str, Any] = LLAMA, shapes: Mapping[str, tuple[int, ...]] | None = None) -> Path:
@@ -90,8 +90,8 @@ def tensors_of(folder: str | Path, *, raw: bool = False) -> dict[str, np.ndarray
 
 
 def config_of(folder: str | Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
-    return found
+    config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text())
+    return config
 
 
 def plan(**options: Any) -> weightsmith.Plan:
@@ -99,10 +99,10 @@ def plan(**options: Any) -> weightsmith.Plan:
     return weightsmith.plan(recipe, quantize="exl3", **{"calibration": "none", **options})
 
 
-def error_of(found: np.ndarray, expected: np.ndarray) -> float:
+def error_of(decoded: np.ndarray, expected: np.ndarray) -> float:
     """Squared error, relative to the expected numbers."""
     wide = expected.astype(np.float64)
-    return float(np.square(found - wide).sum() / np.square(wide).sum())
+    return float(np.square(decoded - wide).sum() / np.square(wide).sum())
 
 
 # ---- the search
@@ -170,9 +170,9 @@ def best_path(weights: np.ndarray, rate: Rate, start: int) -> float:
     costs = np.full(1 << (16 - steps[0]), np.inf)
     costs[start] = 0
     for t, w in enumerate(weights):
-        own, after = steps[t % 2], steps[(t + 1) % 2]
-        found = costs[states >> own] + np.square(table - w)
-        costs = found.reshape(1 << after, -1).min(0)
+        width, after = steps[t % 2], steps[(t + 1) % 2]
+        path_costs = costs[states >> width] + np.square(table - w)
+        costs = path_costs.reshape(1 << after, -1).min(0)
     return float(costs[start])
 
 
@@ -213,8 +213,8 @@ def inputs_of(k: int) -> np.ndarray:
     return (x.T @ x).astype(np.float32)
 
 
-def loss_of(found: np.ndarray, weight: np.ndarray, hessian: np.ndarray) -> float:
-    error, wide = (found - weight).astype(np.float64), weight.astype(np.float64)
+def loss_of(decoded: np.ndarray, weight: np.ndarray, hessian: np.ndarray) -> float:
+    error, wide = (decoded - weight).astype(np.float64), weight.astype(np.float64)
     return float(np.einsum("ij,jk,ik->", error, hessian, error) / np.einsum("ij,jk,ik->", wide, hessian, wide))
 
 
@@ -222,10 +222,10 @@ def loss_of(found: np.ndarray, weight: np.ndarray, hessian: np.ndarray) -> float
 def test_rows_and_columns_of_zeros_stay_zeros() -> None:
     weight = weight_of(100, 140)
     weight[7], weight[:, 9] = 0, 0
-    found = dequantise_matrix(quantise_matrix(weight, None, Rate(8)), weight.shape, Rate(8))
-    assert not found[7].any()
-    assert not found[:, 9].any()
-    assert error_of(found, weight) < 0.006
+    decoded = dequantise_matrix(quantise_matrix(weight, None, Rate(8)), weight.shape, Rate(8))
+    assert not decoded[7].any()
+    assert not decoded[:, 9].any()
+    assert error_of(decoded, weight) < 0.006
     zeros = np.zeros((5, 6), np.float32)
     assert not dequantise_matrix(quantise_matrix(zeros, None, Rate(8)), zeros.shape, Rate(8)).any()
 
@@ -234,8 +234,8 @@ def test_rows_and_columns_of_zeros_stay_zeros() -> None:
 def test_the_inputs_of_a_layer_make_its_outputs_better() -> None:
     weight, hessian = weight_of(128, 256), inputs_of(256)
     plain, better = (
-        loss_of(dequantise_matrix(quantise_matrix(weight, given, Rate(6)), weight.shape, Rate(6)), weight, hessian)
-        for given in (None, hessian)
+        loss_of(dequantise_matrix(quantise_matrix(weight, moments, Rate(6)), weight.shape, Rate(6)), weight, hessian)
+        for moments in (None, hessian)
     )
     assert better < 0.6 * plain
 
@@ -270,8 +270,8 @@ def test_threads_do_not_change_a_matrix() -> None:
 def test_a_hessian_with_inputs_that_are_always_zero() -> None:
     weight, hessian = weight_of(128, 128), inputs_of(128)
     hessian[5], hessian[:, 5] = 0, 0
-    found = dequantise_matrix(quantise_matrix(weight, hessian, Rate(8)), weight.shape, Rate(8))
-    assert loss_of(found, weight, hessian) < 0.005
+    decoded = dequantise_matrix(quantise_matrix(weight, hessian, Rate(8)), weight.shape, Rate(8))
+    assert loss_of(decoded, weight, hessian) < 0.005
     hessian[3, 3] = np.nan
     with pytest.raises(NonFinite, match="Hessian"):
         quantise_matrix(weight, hessian, Rate(8))
@@ -364,8 +364,8 @@ def test_interrupted_and_resumed_it_has_the_same_bytes(model: Path) -> None:
     assert Path("q/model.safetensors").read_bytes() == Path("fresh/model.safetensors").read_bytes()
 
 
-def rates_of(found: weightsmith.Plan) -> dict[str, float]:
-    return {step.out.name: parse(step.encoding).rate.bits for step in found.steps if step.family == "exl3"}
+def rates_of(planned: weightsmith.Plan) -> dict[str, float]:
+    return {step.out.name: parse(step.encoding).rate.bits for step in planned.steps if step.family == "exl3"}
 
 
 @pytest.mark.parametrize(
@@ -373,22 +373,22 @@ def rates_of(found: weightsmith.Plan) -> dict[str, float]:
 )
 def test_bits_are_those_of_all_weights_or_the_two_next_to_them(bits: float, rates: set[float], model: Path) -> None:
     write(model, {**LLAMA, "num_hidden_layers": 12})
-    found = plan(bits=bits, head_bits=16)
-    given, sizes = rates_of(found), {step.out.name: step.out.size for step in found.steps}
-    assert set(given.values()) == rates
-    average = sum(rate * sizes[name] for name, rate in given.items()) / sum(sizes[name] for name in given)
+    planned = plan(bits=bits, head_bits=16)
+    bits_by_name, sizes = rates_of(planned), {step.out.name: step.out.size for step in planned.steps}
+    assert set(bits_by_name.values()) == rates
+    average = sum(rate * sizes[name] for name, rate in bits_by_name.items()) / sum(sizes[name] for name in bits_by_name)
     assert bits - 0.02 < average <= bits
-    assert found.config is not None
-    assert found.config["quantization_config"]["bits"] == pytest.approx(average, abs=1e-4)
+    assert planned.config is not None
+    assert planned.config["quantization_config"]["bits"] == pytest.approx(average, abs=1e-4)
 
 
 def test_weights_that_matter_more_get_more_bits_first(model: Path) -> None:
     write(model, {**LLAMA, "num_hidden_layers": 8})
-    given = rates_of(plan(bits=4.25, head_bits=16))
-    more = {name for name, rate in given.items() if rate == 5}
-    assert {name.split(".")[-2] for name in more} >= {"v_proj", "k_proj"}
-    assert not any("gate_proj" in name or "up_proj" in name for name in more)
-    some = sorted(int(name.split(".")[2]) for name in more if "o_proj" in name)
+    rates = rates_of(plan(bits=4.25, head_bits=16))
+    favoured = {name for name, rate in rates.items() if rate == 5}
+    assert {name.split(".")[-2] for name in favoured} >= {"v_proj", "k_proj"}
+    assert not any("gate_proj" in name or "up_proj" in name for name in favoured)
+    some = sorted(int(name.split(".")[2]) for name in favoured if "o_proj" in name)
     assert 0 < len(some) < 8
     assert max(b - a for a, b in itertools.pairwise([*some, some[0] + 8])) <= 4  # spread over the layers
 
@@ -402,11 +402,11 @@ def test_head_bits(head_bits: int, model: Path) -> None:
 def test_a_head_of_16_bits_is_float16_and_stored_once(tied: bool, model: Path) -> None:
     config = LLAMA | {"tie_word_embeddings": tied}
     write(model, config, shapes_of(config) | ({} if tied else {"lm_head.weight": (VOCAB, H)}))
-    found = plan(bits=8, head_bits=16)
-    assert ("lm_head.weight" in {step.out.name for step in found.steps}) is not tied
-    assert "lm_head.weight" not in rates_of(found)
-    assert found.config is not None
-    assert found.config["tie_word_embeddings"] is tied
+    planned = plan(bits=8, head_bits=16)
+    assert ("lm_head.weight" in {step.out.name for step in planned.steps}) is not tied
+    assert "lm_head.weight" not in rates_of(planned)
+    assert planned.config is not None
+    assert planned.config["tie_word_embeddings"] is tied
 
 
 @pytest.mark.matrix
@@ -439,13 +439,13 @@ def test_mixtures_of_experts(style: str, model: Path) -> None:
             shapes[f"model.layers.0.{module}.experts.{e}.{name}.weight"] = shape
     architecture = "MixtralForCausalLM" if style == "mixtral" else "Qwen3MoeForCausalLM"
     write(model, {**LLAMA, "architectures": [architecture]}, shapes)
-    given = rates_of(plan(bits=4))
-    assert sum(".experts." in name for name in given) == 6
-    assert f"model.layers.0.{module}.gate.weight" not in given
+    rates = rates_of(plan(bits=4))
+    assert sum(".experts." in name for name in rates) == 6
+    assert f"model.layers.0.{module}.gate.weight" not in rates
 
 
 @pytest.mark.parametrize(
-    ("config", "more", "options", "what"),
+    ("config", "extra", "options", "what"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, {}, {"bits": 4}, "'GPT2LMHeadModel' cannot be stored as EXL3, only LlamaFor"),
         ({"architectures": ["Gemma3ForCausalLM"]}, {}, {"bits": 4}, "'Gemma3ForCausalLM' cannot be stored as EXL3"),
@@ -463,9 +463,9 @@ def test_mixtures_of_experts(style: str, model: Path) -> None:
     ],
 )
 def test_what_cannot_be_stored_is_an_error_before_anything_is_read(
-    config: Mapping[str, Any], more: Mapping[str, tuple[int, ...]], options: Mapping[str, Any], what: str, model: Path
+    config: Mapping[str, Any], extra: Mapping[str, tuple[int, ...]], options: Mapping[str, Any], what: str, model: Path
 ) -> None:
-    write(model, {**LLAMA, **config}, {**shapes_of(LLAMA), **more})
+    write(model, {**LLAMA, **config}, {**shapes_of(LLAMA), **extra})
     with pytest.raises(PlanError) as problem:
         plan(**options)
     assert what in str(problem.value)
@@ -491,7 +491,7 @@ def test_a_window_that_exllamav3_ignores_is_named(model: Path) -> None:
     config = {**LLAMA, "architectures": ["MistralForCausalLM"], "sliding_window": 64, "max_position_embeddings": 128}
     write(model, config, shapes_of(LLAMA))
     what = "exllamav3 1.6.5 ignores the sliding window of 64 tokens, and transformers applies it"
-    assert sum(what in str(each) for each in plan(bits=4).warnings) == 1
+    assert sum(what in str(warning) for warning in plan(bits=4).warnings) == 1
 
 
 def test_a_bias_that_needs_no_padding_is_float16(model: Path) -> None:
@@ -509,8 +509,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def calibrated(source: Path, out: Path, folder: Path, threads: int) -> Path:
-    given = settings(folder, bits=3.0, uniform=False, head_bits=16)
-    with prepared_for(source, given, "exl3") as prepared:
+    quantize_settings = settings(folder, bits=3.0, uniform=False, head_bits=16)
+    with prepared_for(source, quantize_settings, "exl3") as prepared:
         execute(prepared, out, RunOptions(threads=threads, card=False))
     return out
 
@@ -522,9 +522,9 @@ def test_a_calibrated_model_is_closer_and_does_not_depend_on_threads(llama: Path
     assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
     assert config_of(first)["quantization_config"]["calibration"] == {"rows": 6, "cols": 16}
     weightsmith.quantize(llama, tmp_path / "plain", "exl3", bits=3, **QUICK)
-    given = settings(tmp_path)
-    with prepared_for(llama, given) as prepared:
-        rows = rows_for(given, Path(prepared.plan.models[0].ref))
+    quantize_settings = settings(tmp_path)
+    with prepared_for(llama, quantize_settings) as prepared:
+        rows = rows_for(quantize_settings, Path(prepared.plan.models[0].ref))
     base, plain, better = (logits_of(folder, rows) for folder in (llama, tmp_path / "plain", first))
     assert np.square(better - base).mean() < 0.8 * np.square(plain - base).mean()
 
@@ -538,5 +538,5 @@ def logits_of(folder: Path, rows: Any) -> np.ndarray:
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
         state = {name: torch.from_numpy(array.astype(np.float32)) for name, array in tensors_of(folder).items()}
         model.load_state_dict(state, strict=False)
-        found: np.ndarray = model.float()(rows).logits.numpy()
-    return found
+        logits: np.ndarray = model.float()(rows).logits.numpy()
+    return logits

@@ -46,14 +46,14 @@ def large_model(folder: Path) -> Path:
 @pytest.mark.matrix("exl2", "gptq-4bit")
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_warning_names_the_layers(name: str, tmp_path: Path) -> None:
-    model, given = large_model(tmp_path / "m"), settings(tmp_path, **FORMATS[name])
-    made = quantise(model, tmp_path / "out", given, name=name)
-    [warning] = [str(each) for each in made.warnings if "float16" in str(each)]
+    model, quantize_settings = large_model(tmp_path / "m"), settings(tmp_path, **FORMATS[name])
+    quantised = quantise(model, tmp_path / "out", quantize_settings, name=name)
+    [warning] = [str(warning) for warning in quantised.warnings if "float16" in str(warning)]
     assert "hidden states leave the range of float16, which holds 65,504: " in warning
     assert "behind layer 1" in warning
     assert "behind layer 0" not in warning
     assert ("--dtype bfloat16" in warning) == name.startswith(("gptq", "awq"))
-    [report] = made.reports.values()
+    [report] = quantised.reports.values()
     assert "## Range of the hidden states" in report.section()
     assert "| 1 | " in report.section()
 
@@ -62,16 +62,16 @@ def test_a_warning_names_the_layers(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["exl3", "w4a16"])
 def test_nothing_is_said_of_other_models_and_formats(name: str, tmp_path: Path) -> None:
     model = save_model(tmp_path / "m", "llama-128") if name == "exl3" else large_model(tmp_path / "m")
-    given = settings(tmp_path, **FORMATS.get(name, FORMATS["gptq-4bit"]))
-    made = quantise(model, tmp_path / "out", given, name=name)
-    assert not any("float16" in str(each) for each in made.warnings)
-    assert not any(report.section() for report in made.reports.values())
+    quantize_settings = settings(tmp_path, **FORMATS.get(name, FORMATS["gptq-4bit"]))
+    quantised = quantise(model, tmp_path / "out", quantize_settings, name=name)
+    assert not any("float16" in str(warning) for warning in quantised.warnings)
+    assert not any(report.section() for report in quantised.reports.values())
 
 
 def test_a_program_that_computes_in_float16_is_an_error(tmp_path: Path) -> None:
-    model, given = large_model(tmp_path / "m"), settings(tmp_path, **FORMATS["exl3"], engine="exllamav3")
+    model, quantize_settings = large_model(tmp_path / "m"), settings(tmp_path, **FORMATS["exl3"], engine="exllamav3")
     with pytest.raises(Unsupported, match=r"layer 1, .*hidden states of up to .* leave the layer, and exllamav3") as caught:
-        quantise(model, tmp_path / "out", given, name="exl3")
+        quantise(model, tmp_path / "out", quantize_settings, name="exl3")
     assert "Nothing was published" in str(caught.value)
     assert not (tmp_path / "out").exists()
 

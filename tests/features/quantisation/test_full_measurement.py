@@ -30,32 +30,34 @@ __all__ = ["few_options"]
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_options")]
 
 
-def full(folder: Path, **more: Any) -> QuantizeSettings:
-    return settings(folder, **{"uniform": False, "measure": "full"} | more)
+def full(folder: Path, **options: Any) -> QuantizeSettings:
+    return settings(folder, **{"uniform": False, "measure": "full"} | options)
 
 
 def states(model: Any, rows: torch.Tensor, module: str) -> torch.Tensor:
     """What enters a module: [rows, tokens, features]."""
-    found: list[torch.Tensor] = []
+    entering: list[torch.Tensor] = []
 
     def note(_module: Any, args: Any, kwargs: Any) -> None:
-        found.append(args[0] if args else kwargs["hidden_states"])
+        entering.append(args[0] if args else kwargs["hidden_states"])
 
     hook = model.get_submodule(module).register_forward_pre_hook(note, with_kwargs=True)
     with torch.no_grad():
         model(rows)
     hook.remove()
-    return found[0]
+    return entering[0]
 
 
 @pytest.mark.parametrize(("name", "norm"), [("llama", "post_attention_layernorm"), ("gemma3", "pre_feedforward_layernorm")])
 def test_errors_are_those_of_transformers_own_blocks(name: str, norm: str, tmp_path: Path) -> None:
-    folder, given = save_model(tmp_path / "m", name), full(tmp_path)
-    out = quantise(folder, tmp_path / "out", given).out
+    folder, quantize_settings = save_model(tmp_path / "m", name), full(tmp_path)
+    out = quantise(folder, tmp_path / "out", quantize_settings).out
     measured = json.loads((out / "measurement.json").read_text())["measurement"]
     prefix = next(key for key in measured if key.endswith("layers.0.self_attn")).removesuffix("layers.0.self_attn")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    calibration = text_source(given.calibration, given.calibration_rows, given.calibration_tokens, 0)
+    calibration = text_source(
+        quantize_settings.calibration, quantize_settings.calibration_rows, quantize_settings.calibration_tokens, 0
+    )
     rows = torch.from_numpy(rows_of(calibration, folder, 256, model.config.bos_token_id)).long()
     layer = model.model.layers[0]
     tried = {
@@ -65,7 +67,7 @@ def test_errors_are_those_of_transformers_own_blocks(name: str, norm: str, tmp_p
     for key, (options, modules, after) in tried.items():
         inputs = {m: states(model, rows, f"model.layers.0.{m}").flatten(0, 1) for m in modules.values()}
         plain = {m: layer.get_submodule(m).weight.detach().clone() for m in modules.values()}
-        left = states(model, rows, after)
+        leaving = states(model, rows, after)
         for number in range(len(options)):
             for role, m in modules.items():
                 encoding = f"exl2 {options[number][role]}"
@@ -73,7 +75,7 @@ def test_errors_are_those_of_transformers_own_blocks(name: str, norm: str, tmp_p
                 arrays = kind.quantise(plain[m].numpy(), prepare((inputs[m].T @ inputs[m]).numpy()), 1)
                 layer.get_submodule(m).weight.data = torch.from_numpy(kind.dequantise(arrays, tuple(plain[m].shape)))
             changed = states(model, rows, after)
-            errors = [(float((b - a).norm() / a.norm())) for a, b in zip(left, changed, strict=True)]
+            errors = [(float((b - a).norm() / a.norm())) for a, b in zip(leaving, changed, strict=True)]
             accuracy = measured[f"{prefix}layers.0.{key}"][number]["accuracy"]
             assert 1 - accuracy == pytest.approx(np.mean(errors), rel=0.01), (key, number)
             for m, weight in plain.items():
@@ -82,8 +84,8 @@ def test_errors_are_those_of_transformers_own_blocks(name: str, norm: str, tmp_p
 
 @pytest.mark.matrix
 def test_it_is_the_same_for_any_threads_and_for_experts(tmp_path: Path) -> None:
-    folder, given = save_model(tmp_path / "m", "mixtral"), full(tmp_path)
-    one, two = (quantise(folder, tmp_path / f"{threads}", given, threads=threads).out for threads in (1, 2))
+    folder, quantize_settings = save_model(tmp_path / "m", "mixtral"), full(tmp_path)
+    one, two = (quantise(folder, tmp_path / f"{threads}", quantize_settings, threads=threads).out for threads in (1, 2))
     assert (one / "measurement.json").read_bytes() == (two / "measurement.json").read_bytes()
     data = json.loads((one / "measurement.json").read_text())["measurement"]
     for key in ("model.layers.0.self_attn", "model.layers.1.block_sparse_moe"):

@@ -25,8 +25,8 @@ from weightsmith._models.formats.gguf.writing import TYPES
 __all__ = ["cli"]
 
 
-def sized(folder: Path, nbytes: int, **more: Any) -> QuantizeSettings:
-    return settings(folder, bits=None, uniform=False, size_bytes=nbytes, **more)
+def sized(folder: Path, nbytes: int, **options: Any) -> QuantizeSettings:
+    return settings(folder, bits=None, uniform=False, size_bytes=nbytes, **options)
 
 
 def kinds(path: Path) -> dict[str, str]:
@@ -39,28 +39,28 @@ def test_the_types_of_a_plan_are_those_of_least_loss_that_fit(tmp_path: Path) ->
     model = save_model(tmp_path / "m")
     plain = Path(str(weightsmith.quantize(model, tmp_path / "p", "gguf-q4_0", progress=False).out)) / "model.gguf"
     size = plain.stat().st_size
-    made = quantise(model, tmp_path / "q", sized(tmp_path, size + 12_000), name="gguf-q4_0")
-    path = Path(str(made.out)) / "model.gguf"
+    quantised = quantise(model, tmp_path / "q", sized(tmp_path, size + 12_000), name="gguf-q4_0")
+    path = Path(str(quantised.out)) / "model.gguf"
     assert path.stat().st_size <= size + 12_000
-    found, before = kinds(path), kinds(plain)
-    linear = {name for name in found if ".attn_" in name or ".ffn_" in name if "norm" not in name}
-    assert len({found[name] for name in linear}) > 1
+    types, before = kinds(path), kinds(plain)
+    linear = {name for name in types if ".attn_" in name or ".ffn_" in name if "norm" not in name}
+    assert len({types[name] for name in linear}) > 1
     ends = {"token_embd.weight", "output.weight"}
-    assert ends <= found.keys()
-    rest = found.keys() - linear - ends
-    assert {name: found[name] for name in rest} == {name: before[name] for name in rest}
+    assert ends <= types.keys()
+    rest = types.keys() - linear - ends
+    assert {name: types[name] for name in rest} == {name: before[name] for name in rest}
     assert (tmp_path / "q" / "imatrix.dat").is_file()
 
 
 @pytest.mark.slow
 def test_all_that_fits_is_chosen_and_types_that_are_asked_for_stay(tmp_path: Path) -> None:
     model = save_model(tmp_path / "m")
-    more = {"calibration_rows": 30, "calibration_tokens": 32}  # of few tokens, errors cancel by chance
-    given = sized(tmp_path, 10**9, tensor_types=("attn_q=Q5_0",), **more)
-    found = kinds(Path(str(quantise(model, tmp_path / "q", given, name="gguf-q4_k_m").out)) / "model.gguf")
-    assert {kind for name, kind in found.items() if "attn_q." in name} == {"Q5_0"}
-    assert {kind for name, kind in found.items() if "attn_k." in name or "ffn_up" in name} == {"Q8_0"}
-    assert {found["token_embd.weight"], found["output.weight"]} == {"Q8_0"}
+    options = {"calibration_rows": 30, "calibration_tokens": 32}  # of few tokens, errors cancel by chance
+    quantize_settings = sized(tmp_path, 10**9, tensor_types=("attn_q=Q5_0",), **options)
+    types = kinds(Path(str(quantise(model, tmp_path / "q", quantize_settings, name="gguf-q4_k_m").out)) / "model.gguf")
+    assert {kind for name, kind in types.items() if "attn_q." in name} == {"Q5_0"}
+    assert {kind for name, kind in types.items() if "attn_k." in name or "ffn_up" in name} == {"Q8_0"}
+    assert {types["token_embd.weight"], types["output.weight"]} == {"Q8_0"}
 
 
 @pytest.mark.slow
@@ -74,8 +74,8 @@ def test_what_an_error_is_depends_on_the_importances() -> None:
         return float(np.square(inputs @ error.T).mean())
 
     squares = np.square(inputs).mean(0)
-    found = {kind: loss(kind, squares) for kind in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0")}
-    assert sorted(found, key=lambda kind: -found[kind]) == list(found)
+    losses = {kind: loss(kind, squares) for kind in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0")}
+    assert sorted(losses, key=lambda kind: -losses[kind]) == list(losses)
     assert loss("Q3_K", squares) < loss("Q3_K")
 
 
@@ -84,26 +84,26 @@ def test_every_weight_is_measured_once_with_types_that_fit(tmp_path: Path) -> No
     with prepared_for(model, sized(tmp_path, 10**9), name="gguf-q4_k_m") as prepared:
         tried = [product.settings["candidates"] for product in prepared.plan.products if product.op.startswith("scored_")]
     assert len(tried) == 3
-    names = [name for each in tried for name in each]
+    names = [name for trial in tried for name in trial]
     assert len(names) == len(set(names)) == 2 * (4 + 4 * 3) + 2
-    assert {each for found in tried for own in found.values() for each in own} == {
+    assert {kind for trial in tried for types in trial.values() for kind in types} == {
         f"gguf-{kind.lower()}" for kind in prepare._NARROW
     }
     assert set(prepare._NARROW) | set(prepare._WIDE) <= set(TYPES)
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("options", "words"),
     [
         ({"size_bytes": 1000}, r"the file has at least [\d,]+ bytes with the types that are tried, not 1,000"),
         ({"size_bytes": 10**6, "calibration": "none"}, "types for a size are chosen by a measurement on a text"),
     ],
 )
-def test_sizes_that_cannot_be(given: Mapping[str, Any], words: str, tmp_path: Path) -> None:
+def test_sizes_that_cannot_be(options: Mapping[str, Any], words: str, tmp_path: Path) -> None:
     model = save_model(tmp_path / "m")
     (tmp_path / "text.txt").write_text(TEXT)
     with pytest.raises(PlanError, match=words):
-        prepared_for(model, replace(sized(tmp_path, 1), **given), name="gguf-q4_k_m")
+        prepared_for(model, replace(sized(tmp_path, 1), **options), name="gguf-q4_k_m")
 
 
 @pytest.mark.slow
@@ -112,7 +112,7 @@ def test_a_plan_for_a_size_can_be_run_later(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     save_model(tmp_path / "m")
     (tmp_path / "text.txt").write_text(TEXT)
-    more = [
+    flags = [
         "--calibration",
         "text.txt",
         "--calibration-rows",
@@ -122,7 +122,7 @@ def test_a_plan_for_a_size_can_be_run_later(tmp_path: Path, monkeypatch: pytest.
         "--tensor-type",
         "attn_q=Q5_0",
     ]
-    quantize = ["quantize", "m", "--format", "gguf-q4_k_m", "--size", "120kB", *more]
+    quantize = ["quantize", "m", "--format", "gguf-q4_k_m", "--size", "120kB", *flags]
     planned = cli(*quantize, "--plan", "--json")
     assert planned.code == 0, planned.err
     (tmp_path / "plan.json").write_text(planned.out)

@@ -30,9 +30,11 @@ pytestmark = pytest.mark.slow
 def test_losses_are_about_the_divergences_of_models_with_one_quantised_block(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "m")
     changed(folder, o_proj=8, down_proj=8, lm_head=20, embed_tokens=20)
-    given = settings(tmp_path, uniform=False, calibration_rows=12)
-    data = json.loads((quantise(folder, tmp_path / "out", given).out / "measurement.json").read_text())["measurement"]
-    ids = rows_for(given, folder)
+    quantize_settings = settings(tmp_path, uniform=False, calibration_rows=12)
+    data = json.loads((quantise(folder, tmp_path / "out", quantize_settings).out / "measurement.json").read_text())[
+        "measurement"
+    ]
+    ids = rows_for(quantize_settings, folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.inference_mode():
         plain = model(ids).logits.log_softmax(-1)
@@ -91,8 +93,8 @@ def test_a_block_that_predictions_do_not_depend_on_gets_the_fewest_bits(tmp_path
 @pytest.mark.matrix
 @pytest.mark.usefixtures("few_options")
 def test_it_is_the_same_for_any_threads_and_for_experts(tmp_path: Path) -> None:
-    folder, given = save_model(tmp_path / "m", "mixtral"), settings(tmp_path, uniform=False)
-    one, two = (quantise(folder, tmp_path / f"{threads}", given, threads=threads).out for threads in (1, 3))
+    folder, quantize_settings = save_model(tmp_path / "m", "mixtral"), settings(tmp_path, uniform=False)
+    one, two = (quantise(folder, tmp_path / f"{threads}", quantize_settings, threads=threads).out for threads in (1, 3))
     assert (one / "measurement.json").read_bytes() == (two / "measurement.json").read_bytes()
     data = json.loads((one / "measurement.json").read_text())["measurement"]
     for key in ("model.layers.0.self_attn", "model.layers.1.block_sparse_moe"):

@@ -47,16 +47,16 @@ def plain(folder: Path, model_type: str, **options: Any) -> tuple[dict[str, np.n
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "ernie4_5_moe"])
 def test_stacked_experts_have_the_numbers_of_those_apart(model_type: str, tmp_path: Path) -> None:
-    stored, found = plain(tmp_path / "a", model_type)
+    stored, decoded = plain(tmp_path / "a", model_type)
     assert stored["model.layers.1.mlp.switch_mlp.gate_proj.weight"].shape == (EXPERTS, INNER, HIDDEN // 8)
     assert stored["model.layers.1.mlp.switch_mlp.down_proj.scales"].shape == (EXPERTS, HIDDEN, 1)
     assert not [name for name in stored if ".experts." in name]
     apart, expected = plain(tmp_path / "b", "qwen2_moe")
     assert [name for name in apart if ".experts." in name]
     assert not [name for name in apart if "switch_mlp" in name]
-    assert expected.keys() == found.keys()
+    assert expected.keys() == decoded.keys()
     for name, array in expected.items():
-        np.testing.assert_array_equal(found[name], array, err_msg=name)
+        np.testing.assert_array_equal(decoded[name], array, err_msg=name)
 
 
 @pytest.mark.matrix

@@ -69,7 +69,7 @@ def test_the_language_model_is_the_same_without_it() -> None:
     quantize("m", "with")
     assert not quantize("m", "without", mmproj=False).exists()
     assert Path("with/model.gguf").read_bytes() == Path("without/model.gguf").read_bytes()
-    assert not any("image" in str(each) for each in planned("m", mmproj=False).warnings)
+    assert not any("image" in str(warning) for warning in planned("m", mmproj=False).warnings)
     assert [plan.lacking for plan in (planned("m"), planned("m", mmproj=False))] == [{}, {"m": ("preprocessor_config.json",)}]
     with pytest.raises(PlanError, match="mmproj"):
         weightsmith.quantize("m", "x", "fp8-dynamic", mmproj=False, progress=False)
@@ -78,11 +78,11 @@ def test_the_language_model_is_the_same_without_it() -> None:
 def test_the_folder_is_read_as_the_language_model() -> None:
     vision_zoo.save("gemma3", Path("m"))
     quantize("m", "q", "f16")
-    with weightsmith.open_checkpoint("q") as found:
-        assert found.config is not None
-        assert found.config["model_type"] == "gemma3_text"
-        assert not any("vision" in name for name in found.specs)
-        assert found.ignored == ("mmproj.gguf",)
+    with weightsmith.open_checkpoint("q") as checkpoint:
+        assert checkpoint.config is not None
+        assert checkpoint.config["model_type"] == "gemma3_text"
+        assert not any("vision" in name for name in checkpoint.specs)
+        assert checkpoint.ignored == ("mmproj.gguf",)
     again = quantize("q", "again", "f16")
     assert not again.exists()
     assert verify("q").tensors == len(planned("m").steps)
@@ -102,7 +102,7 @@ def test_the_card_names_both_files() -> None:
 def ties(name: str) -> Any:
     for seed, folder in enumerate(("base", "a", "b")):
         vision_zoo.save(name, Path(folder), seed)
-    models = [{"model": each, "parameters": {"weight": 0.7, "density": 0.5}} for each in ("a", "b")]
+    models = [{"model": model_name, "parameters": {"weight": 0.7, "density": 0.5}} for model_name in ("a", "b")]
     return {"merge_method": "dare_ties", "base_model": "base", "models": models, "dtype": "bfloat16"}
 
 
@@ -154,9 +154,9 @@ def test_it_counts_towards_a_size() -> None:
     vision_zoo.save("gemma3", Path("m"))
     nbytes = quantize("m", "q", "q4_0").stat().st_size
     least = []
-    for wanted in (True, False):
+    for with_images in (True, False):
         with pytest.raises(PlanError, match="the file has at least") as caught:
-            planned("m", quantize="gguf-q4_k_m", size_bytes=1, mmproj=wanted)
+            planned("m", quantize="gguf-q4_k_m", size_bytes=1, mmproj=with_images)
         least.append(int(str(caught.value).split("at least ")[1].split(" ")[0].replace(",", "")))
     assert 0 <= least[0] - least[1] - nbytes < nbytes / 4
 
@@ -210,7 +210,7 @@ def test_llama_cpp_computes_the_images_that_transformers_does(name: str) -> None
     Path("m/processor_config.json").write_text(json.dumps({"size": {"longest_edge": side}}))
     mmproj_file = quantize("m", "q", "f32")
     image = np.random.default_rng(0).integers(0, 256, (side, side, 3)).astype(np.uint8)
-    found = embeddings(mmproj_file.with_name("model.gguf").resolve(), mmproj_file.resolve(), image, vision_zoo.WIDTH)
+    vectors = embeddings(mmproj_file.with_name("model.gguf").resolve(), mmproj_file.resolve(), image, vision_zoo.WIDTH)
     model = getattr(transformers, config["architectures"][0]).from_pretrained("m", dtype=torch.float32).eval()
     if name == "internvl":  # llama.cpp has the class token at the end, so that each place is one off
         places = model.model.vision_tower.embeddings.position_embeddings
@@ -219,16 +219,16 @@ def test_llama_cpp_computes_the_images_that_transformers_does(name: str) -> None
     with torch.inference_mode():
         features = model.model.get_image_features(**pixels(name, torch.tensor(scaled).float().permute(2, 0, 1)))
     features = getattr(features, "pooler_output", features)
-    theirs = torch.cat([each.reshape(-1, vision_zoo.WIDTH) for each in features]).numpy()
+    theirs = torch.cat([part.reshape(-1, vision_zoo.WIDTH) for part in features]).numpy()
     if name in ("pixtral", "mistral3"):  # a row of [IMG_BREAK] follows each row of the image but the last
         across = round(len(theirs) ** 0.5)
-        rows = [found[i : i + across] for i in range(0, len(found), across + 1)]
-        breaks = found[across :: across + 1]
+        rows = [vectors[i : i + across] for i in range(0, len(vectors), across + 1)]
+        breaks = vectors[across :: across + 1]
         with weightsmith.open_checkpoint("m") as stored:
             token = stored.read("language_model.model.embed_tokens.weight")[261].astype(np.float32)
         assert np.abs(breaks - token).max() < 1e-6
-        found = np.concatenate(rows)
-    assert np.abs(found - theirs).max() < 0.001 * np.abs(theirs).max()
+        vectors = np.concatenate(rows)
+    assert np.abs(vectors - theirs).max() < 0.001 * np.abs(theirs).max()
 
 
 def pixels(name: str, image: Any) -> dict[str, Any]:
@@ -263,7 +263,7 @@ def test_numbers_that_do_not_fit_are_warned_of(name: str, changes: dict[str, Any
     _, config, _ = vision_zoo.MODELS[name]()
     vision_zoo.save(name, Path("m"), vision_config={**config["vision_config"], **changes})
     plan = planned("m")
-    assert any(words in str(each) for each in plan.warnings)
+    assert any(words in str(warning) for warning in plan.warnings)
     assert not plan.mmproj
 
 
@@ -288,7 +288,7 @@ def test_settings_that_llama_cpp_does_not_know_are_warned_of(vision: dict[str, A
     _, config, _ = vision_zoo.MODELS["gemma3"]()
     vision_zoo.save("gemma3", Path("m"), vision_config={**config["vision_config"], **vision})
     plan = planned("m")
-    assert any(words in str(each) for each in plan.warnings)
+    assert any(words in str(warning) for warning in plan.warnings)
     assert not plan.mmproj
     assert [shard.name for shard in plan.layout.shards] == ["model.gguf"]
 
@@ -297,7 +297,7 @@ def test_settings_that_llama_cpp_does_not_know_are_warned_of(vision: dict[str, A
 def test_files_and_numbers_that_are_missing() -> None:
     vision_zoo.save("gemma3", Path("m"))
     Path("m/preprocessor_config.json").unlink()
-    assert any("image_mean of the images is missing" in str(each) for each in planned("m").warnings)
+    assert any("image_mean of the images is missing" in str(warning) for warning in planned("m").warnings)
     Path("m/processor_config.json").write_text(json.dumps({"image_processor": {**vision_zoo.PROCESSOR, "image_seq_length": 4}}))
     assert mmproj.described(quantize("m", "q", "f16")) == GOLDEN["gemma3"]["f16"]
     for wrong in ([0.5, 0.5], 0.5, [0.5, "x", 1], [1, 2, 10**40]):
@@ -316,7 +316,7 @@ def test_files_and_numbers_that_are_missing() -> None:
 
 def test_tensors_that_llama_cpp_does_not_know() -> None:
     vision_zoo.save("gemma3", Path("m"), rename={"vision_tower.vision_model.post_layernorm": "vision_tower.other"})
-    [warning] = [each for each in planned("m").warnings if "for images" in each.what]
+    [warning] = [warning for warning in planned("m").warnings if "for images" in warning.what]
     assert warning.where == "vision_tower.other.bias"
     assert "llama.cpp knows no such tensor in the vision half of gemma3" in str(warning)
 
@@ -326,7 +326,7 @@ def test_tensors_that_llama_cpp_does_not_use() -> None:
         "gemma3", Path("m"), rename={"vision_tower.vision_model.post_layernorm": "vision_tower.vision_model.head.x"}
     )
     plan = planned("m")
-    assert {(each.tensor, each.reason) for each in plan.dropped} == {
+    assert {(tensor.tensor, tensor.reason) for tensor in plan.dropped} == {
         (f"vision_tower.vision_model.head.x.{kind}", "llama.cpp does not use it") for kind in ("weight", "bias")
     }
     assert "v.post_ln.weight" not in {out.name for step in plan.steps for out in step.outs}
@@ -347,7 +347,7 @@ OWN = {"image_size": 560, "layer_norm_eps": None}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("half", [half for family in FAMILIES for half in family.vision], ids=lambda each: each.model_type)
+@pytest.mark.parametrize("half", [half for family in FAMILIES for half in family.vision], ids=lambda config: config.model_type)
 def test_defaults_are_those_of_transformers(half: VisionHalf) -> None:
     from transformers import CONFIG_MAPPING
 

@@ -31,9 +31,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def made(out: str, target: str, format: str = "gguf-q4_k_m", **more: Any) -> Any:
-    given = {"calibration": "text.txt", "calibration_rows": 2, "calibration_tokens": 32, "evaluate": "other.txt", **more}
-    return weightsmith.quantize("m", out, format, target=target, progress=False, **given)
+def quantised(out: str, target: str, format: str = "gguf-q4_k_m", **options: Any) -> Any:
+    all_options = {
+        "calibration": "text.txt",
+        "calibration_rows": 2,
+        "calibration_tokens": 32,
+        "evaluate": "other.txt",
+        **options,
+    }
+    return weightsmith.quantize("m", out, format, target=target, progress=False, **all_options)
 
 
 def divergence(out: str) -> float:
@@ -47,13 +53,13 @@ def divergence(out: str) -> float:
 @pytest.mark.parametrize("format", ["gguf-q4_k_m", "exl2"])
 def test_the_divergence_that_is_measured_meets_the_target(format: str, folder: Path) -> None:
     """The file is smaller than that of a stricter target; the manifest has all that was tried; nothing else is left."""
-    more = {"head_bits": 8} if format == "exl2" else {}
-    loose, strict = made("loose", "kl=2e-4", format, **more), made("strict", "kl=5e-5", format, **more)
+    options = {"head_bits": 8} if format == "exl2" else {}
+    loose, strict = quantised("loose", "kl=2e-4", format, **options), quantised("strict", "kl=5e-5", format, **options)
     for out, target in (("loose", 2e-4), ("strict", 5e-5)):
-        found = read_manifest(folder / out).data
+        manifest = read_manifest(folder / out).data
         assert divergence(out) <= target
-        trials = found["target"]["trials"]
-        assert found["target"]["kl"] == target
+        trials = manifest["target"]["trials"]
+        assert manifest["target"]["kl"] == target
         met = min(trial["nbytes"] for trial in trials if trial["divergence"] <= target)
         assert met == (loose if out == "loose" else strict).plan.layout.total_bytes
         assert all(trial["divergence"] > target for trial in trials if trial["nbytes"] < met)
@@ -65,7 +71,7 @@ def test_the_divergence_that_is_measured_meets_the_target(format: str, folder: P
 def test_a_target_out_of_reach_is_one_error_with_the_best(folder: Path) -> None:
     """The measurement is kept for the next target."""
     with pytest.raises(Unsupported, match=r"KL is .* on other.txt at the largest size, .* not 1e-12") as caught:
-        made("out", "kl=1e-12")
+        quantised("out", "kl=1e-12")
     assert "the measurement is kept" in str(caught.value)
     assert not (folder / "out").exists()
     assert "measurement" in " ".join(path.name for path in folder.iterdir())
@@ -74,7 +80,7 @@ def test_a_target_out_of_reach_is_one_error_with_the_best(folder: Path) -> None:
 @pytest.mark.matrix
 @pytest.mark.slow
 def test_a_search_goes_on_with_what_was_tried(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = made("whole", "kl=1e-4")
+    whole = quantised("whole", "kl=1e-4")
     (folder / "out.trials.jsonl").write_text("of a search by tune\n")
     before = {path.name for path in folder.iterdir()}
     evaluated, run_plan = list[str](), second_plans.run_plan
@@ -87,7 +93,7 @@ def test_a_search_goes_on_with_what_was_tried(folder: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(second_plans, "run_plan", first_only)
     with pytest.raises(KeyboardInterrupt):
-        made("out", "kl=1e-4")
+        quantised("out", "kl=1e-4")
     assert {path.name for path in folder.iterdir()} - before == {staging_folder(folder / "out.measurement").name}
     again = list[str]()
     monkeypatch.setattr(
@@ -95,7 +101,7 @@ def test_a_search_goes_on_with_what_was_tried(folder: Path, monkeypatch: pytest.
         "run_plan",
         lambda run: (again.append(str(run.request.out)), run_plan(run))[1],
     )
-    resumed = made("out", "kl=1e-4")
+    resumed = quantised("out", "kl=1e-4")
     assert evaluated[0] not in again
     assert (folder / "out/model.gguf").read_bytes() == (folder / "whole/model.gguf").read_bytes()
     assert resumed.plan.hash == whole.plan.hash
@@ -114,8 +120,8 @@ def test_a_merge_is_compared_with_the_plain_merge(folder: Path) -> None:
         "dtype": "float32",
     }
     weightsmith.merge(recipe, "plain", progress=False)
-    given = {"calibration": "text.txt", "calibration_rows": 2, "calibration_tokens": 32, "evaluate": "other.txt"}
-    weightsmith.merge(recipe, "out", quantize="gguf-q4_k_m", target="kl=1e-4", progress=False, **given)
+    options = {"calibration": "text.txt", "calibration_rows": 2, "calibration_tokens": 32, "evaluate": "other.txt"}
+    weightsmith.merge(recipe, "out", quantize="gguf-q4_k_m", target="kl=1e-4", progress=False, **options)
     [score] = weightsmith.evaluate("out", text="other.txt", reference="plain", progress=False).scores[1:][0]
     assert score.divergence is not None
     assert score.divergence.value == pytest.approx(
@@ -125,7 +131,7 @@ def test_a_merge_is_compared_with_the_plain_merge(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("options", "words"),
     [
         ({"target": "kl=0"}, "'kl=0' is not a divergence above 0"),
         ({"target": "perplexity=3"}, "'perplexity=3' is not a divergence above 0"),
@@ -141,9 +147,9 @@ def test_a_merge_is_compared_with_the_plain_merge(folder: Path) -> None:
         ({"target": "kl=0.1", "evaluate": "text.txt"}, "the settings are chosen by this text"),
     ],
 )
-def test_targets_that_cannot_be(given: dict[str, Any], words: str, folder: Path) -> None:
+def test_targets_that_cannot_be(options: dict[str, Any], words: str, folder: Path) -> None:
     with pytest.raises((PlanError, ParameterError), match=words):
-        made("out", **given)
+        quantised("out", **options)
     assert {path.name for path in folder.iterdir()} == {"m", "text.txt", "other.txt"}
 
 

@@ -59,10 +59,10 @@ def test_sparse_sums_are_found_again() -> None:
     weights = {280: 2.0, 284: -3.0, 288: 1.5}
     for i in (0, 1):
         donor[i] = sum(w * donor[k + i] for k, w in weights.items())
-    found = find_approximation("omp").make(problem(in_reverse(values), donor, [0, 1], k=3))
+    approximated = find_approximation("omp").make(problem(in_reverse(values), donor, [0, 1], k=3))
     expected = np.stack([sum(w * values[k + i] for k, w in weights.items()) for i in (0, 1)])
-    np.testing.assert_allclose(found.rows, expected, atol=1e-4)
-    np.testing.assert_allclose(found.errors, 0, atol=1e-5)
+    np.testing.assert_allclose(approximated.rows, expected, atol=1e-4)
+    np.testing.assert_allclose(approximated.errors, 0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["omp", "hybrid", "landmark_pca", "mp_rope"])
@@ -71,10 +71,10 @@ def test_a_rotated_table_is_found_again(name: str) -> None:
     donor = normal(N, DONOR)
     model = in_reverse(donor if name == "mp_rope" else donor @ turn)
     missing = list(range(20))
-    found = find_approximation(name).make(problem(model, donor, missing, k=48, heads=(3, 3)))
+    approximated = find_approximation(name).make(problem(model, donor, missing, k=48, heads=(3, 3)))
     expected = donor[missing] if name == "mp_rope" else donor[missing] @ turn
-    np.testing.assert_allclose(found.rows, expected, atol=0.2 if name == "hybrid" else 0.02)
-    assert found.errors.max() < (1 if name == "hybrid" else 0.02)
+    np.testing.assert_allclose(approximated.rows, expected, atol=0.2 if name == "hybrid" else 0.02)
+    assert approximated.errors.max() < (1 if name == "hybrid" else 0.02)
 
 
 def test_pursuit_takes_the_same_atoms_as_a_plain_one() -> None:
@@ -82,8 +82,10 @@ def test_pursuit_takes_the_same_atoms_as_a_plain_one() -> None:
 
     atoms, targets = normal(60, DONOR), normal(5, DONOR, seed=2)
     asked = problem(normal(60, 4), atoms, [])
-    found = pursue(targets, atoms, 7, asked)
-    for target, indices, coefficients, error in zip(targets, found.indices, found.coefficients, found.errors, strict=True):
+    pursuit = pursue(targets, atoms, 7, asked)
+    for target, indices, coefficients, error in zip(
+        targets, pursuit.indices, pursuit.coefficients, pursuit.errors, strict=True
+    ):
         rest, chosen = target.astype(np.float64), list[int]()
         for _ in range(7):
             scores = np.abs(atoms @ rest)
@@ -116,9 +118,9 @@ def test_equal_atoms_and_targets_of_zeros_are_no_problem() -> None:
 
     atoms = np.repeat(normal(3, DONOR), 5, 0)
     targets = np.stack([np.zeros(DONOR, np.float32), atoms[0] + atoms[5]])
-    found = pursue(targets, atoms, 8, problem(normal(15, 4), atoms, []))
-    assert np.isfinite(found.coefficients).all()
-    np.testing.assert_allclose(found.errors, 0, atol=1e-5)
+    pursuit = pursue(targets, atoms, 8, problem(normal(15, 4), atoms, []))
+    assert np.isfinite(pursuit.coefficients).all()
+    np.testing.assert_allclose(pursuit.errors, 0, atol=1e-5)
 
 
 @pytest.mark.parametrize("scheme", ["distance_proportional", "barycentric", "least_squares"])
@@ -127,9 +129,9 @@ def test_interpolation_is_between_the_nearest_tokens(scheme: str, cosine: bool) 
     donor, values = 5 * normal(N, 200), normal(N, MODEL, seed=1)
     donor[0] = (donor[200] + donor[201]) / 2
     asked = problem(in_reverse(values), donor, [0], k=2, weight_scheme=scheme, cosine_similarity=cosine)
-    found = find_approximation("common_interpolation").make(asked)
+    approximated = find_approximation("common_interpolation").make(asked)
     tolerance = 0.2 if cosine and scheme == "distance_proportional" else 1e-3
-    np.testing.assert_allclose(found.rows[0], (values[200] + values[201]) / 2, atol=tolerance)
+    np.testing.assert_allclose(approximated.rows[0], (values[200] + values[201]) / 2, atol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -146,9 +148,9 @@ def test_interpolation_is_between_the_nearest_tokens(scheme: str, cosine: bool) 
 def test_pieces_are_put_together(method: str, head: bool, weights: list[float]) -> None:
     model = normal(10, 4)
     asked = problem(model, normal(10, 4), [0, 1], head, [(7, 2, 7), ()], subword_method=method)
-    found = find_approximation("subword").make(asked)
-    np.testing.assert_allclose(found.rows[0], np.array(weights) @ model[[7, 2, 7]], atol=1e-6)
-    np.testing.assert_allclose(found.rows[1], found.rows[0])  # the mean of all others
+    approximated = find_approximation("subword").make(asked)
+    np.testing.assert_allclose(approximated.rows[0], np.array(weights) @ model[[7, 2, 7]], atol=1e-6)
+    np.testing.assert_allclose(approximated.rows[1], approximated.rows[0])  # the mean of all others
 
 
 def test_the_mean_row_is_that_of_all_chunks() -> None:
@@ -162,8 +164,8 @@ def test_the_hybrid_takes_pieces_where_they_are_nearer_than_any_token() -> None:
     donor[0] = donor[200] + donor[201]
     model = in_reverse(values)
     pieces = [(N - 1 - 200, N - 1 - 201), (N - 1 - 202, N - 1 - 203), ()]
-    found = find_approximation("hybrid").make(problem(model, donor, [0, 1, 2], pieces=pieces))
-    assert found.composed is not None
-    assert found.composed.tolist() == [True, False, False]
-    np.testing.assert_allclose(found.rows[0], (values[200] + values[201]) / 2, atol=1e-5)
-    assert found.errors[0] < 0.1 < found.errors[1]
+    approximated = find_approximation("hybrid").make(problem(model, donor, [0, 1, 2], pieces=pieces))
+    assert approximated.composed is not None
+    assert approximated.composed.tolist() == [True, False, False]
+    np.testing.assert_allclose(approximated.rows[0], (values[200] + values[201]) / 2, atol=1e-5)
+    assert approximated.errors[0] < 0.1 < approximated.errors[1]

@@ -128,11 +128,11 @@ def test_any_layout_is_read_by_the_safetensors_library(names: list[str], bound: 
     shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
     specs = [TensorSpec(n, data.draw(dtypes), data.draw(shapes)) for n in names]
     layout = make_layout(specs, bound)
-    found: dict[str, np.ndarray] = {}
+    tensors: dict[str, np.ndarray] = {}
     for shard in layout.shards:
         fill = bytes(i % 2 for i in range(shard.nbytes - len(shard.header)))
-        found |= safetensors.numpy.load(shard.header + fill)
-    assert {n: (a.dtype, a.shape) for n, a in found.items()} == {s.name: (s.dtype.numpy, s.shape) for s in specs}
+        tensors |= safetensors.numpy.load(shard.header + fill)
+    assert {n: (a.dtype, a.shape) for n, a in tensors.items()} == {s.name: (s.dtype.numpy, s.shape) for s in specs}
 
 
 def test_a_subfolder_has_one_file_with_the_names_of_its_own() -> None:

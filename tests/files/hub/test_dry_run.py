@@ -51,8 +51,8 @@ def hub() -> Iterator[FakeHub]:
 
 
 def weightsmith(hub: FakeHub | None, home: Path, *args: object, **env: str) -> Ran:
-    given = (environment(home) if hub is None else hub.environment(home)) | env
-    return forked_cli(*args, env=given, cwd=home)
+    variables = (environment(home) if hub is None else hub.environment(home)) | env
+    return forked_cli(*args, env=variables, cwd=home)
 
 
 def recipe(folder: Path, *models: str, weight: str = "0.5") -> Path:
@@ -107,18 +107,18 @@ def test_a_plan_reads_headers_by_byte_range_and_a_merge_downloads_the_rest(other
 @pytest.mark.slow
 def test_a_plan_of_a_vocabulary_downloads_tokenizers_alone(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    made: dict[tuple[str, str], Files] = {}
+    repositories: dict[tuple[str, str], Files] = {}
     for name, special in (("base", "<s>"), ("tuned", "<im>")):
         vocab = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}, "pre_tokenizer": {"type": "ByteLevel"}}
         tokenizer = {**vocab, "added_tokens": [{"id": 2, "content": special, "special": True}]}
         embedding = rng.normal(size=(3, 40_000)).astype(np.float32)
-        made["org/" + name, COMMIT] = {
+        repositories["org/" + name, COMMIT] = {
             "config.json": CONFIG,
             "tokenizer.json": json.dumps(tokenizer).encode(),
             "generation_config.json": b'{"eos_token_id": 2}',
             WEIGHTS: save({"model.embed_tokens.weight": embedding, "model.layers.0.a.weight": embedding}),
         }
-    with serve(made) as hub:
+    with serve(repositories) as hub:
         path = recipe(tmp_path, "org/base", "org/tuned")
         path.write_text(path.read_text() + "tokenizer_source: union\n")
         planned = weightsmith(hub, tmp_path, "plan", path)
@@ -226,7 +226,7 @@ def test_a_download_that_brings_a_part_only_is_an_error(tmp_path: Path, monkeypa
     from weightsmith._base.errors import CheckpointError
     from weightsmith._files.hub import Repository
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **more: str(tmp_path))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **options: str(tmp_path))
     sizes = {"a.safetensors": 1, "b.safetensors": 2}
     repository = Repository("org/x", COMMIT, tmp_path, sizes, (), cache_dir=tmp_path, token=None)
     repository.want(sizes)
@@ -241,7 +241,7 @@ def test_a_full_disk_is_not_called_a_silent_hub(tmp_path: Path, monkeypatch: pyt
     from weightsmith._base.errors import CheckpointError
     from weightsmith._files.hub import Repository
 
-    def full(*args: object, **more: object) -> None:
+    def full(*args: object, **options: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "blob"))
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
@@ -286,7 +286,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatc
 
     asked = []
 
-    def info(self: object, repo: str, **more: Any) -> None:
+    def info(self: object, repo: str, **options: Any) -> None:
         asked.append(repo)
         raise TimeoutError("nothing")
 

@@ -135,15 +135,15 @@ def later(ref: str) -> dict[str, Any]:
     """Tensors that are read before and after the download."""
     with open_checkpoint(ref, download=False) as c:
         try:
-            found: dict[str, Any] = {"read": c.read("a").tolist()}
+            answer: dict[str, Any] = {"read": c.read("a").tolist()}
         except CheckpointError as error:
-            found = {"error": str(error)}
-        found["missing"] = {path.name: nbytes for path, nbytes in c.missing.items()}
+            answer = {"error": str(error)}
+        answer["missing"] = {path.name: nbytes for path, nbytes in c.missing.items()}
         planned = c.identity
         c.download()
         with open_checkpoint(ref) as fresh:
-            found["same"] = (planned, c.state) == (fresh.identity, fresh.state)
-        return found | {"a": c.read("a").tolist(), "left": list(c.missing)}
+            answer["same"] = (planned, c.state) == (fresh.identity, fresh.state)
+        return answer | {"a": c.read("a").tolist(), "left": list(c.missing)}
 
 
 def run(

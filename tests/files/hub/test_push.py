@@ -100,7 +100,7 @@ def test_an_interrupted_upload_leaves_the_output_too(hub: FakeHub, tmp_path: Pat
     use(hub, monkeypatch)
     repository = check_push("org/x@v2")
 
-    def interrupted(*args: object, **more: object) -> None:
+    def interrupted(*args: object, **options: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(repository.api, "upload_folder", interrupted)

@@ -236,9 +236,9 @@ def model(seed: int, layers: int = 4, width: int = 64, shards: int = 1) -> dict[
     names = list(tensors)
     weight_map = {}
     for k in range(shards):
-        file, own = f"model-{k + 1:05}-of-{shards:05}.safetensors", names[k::shards]
-        files[file] = save({name: tensors[name] for name in own})
-        weight_map |= dict.fromkeys(own, file)
+        file, shard_names = f"model-{k + 1:05}-of-{shards:05}.safetensors", names[k::shards]
+        files[file] = save({name: tensors[name] for name in shard_names})
+        weight_map |= dict.fromkeys(shard_names, file)
     return files | {"model.safetensors.index.json": json.dumps({"weight_map": weight_map}).encode()}
 
 

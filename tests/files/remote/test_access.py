@@ -29,10 +29,10 @@ def test_a_profile_gives_keys_region_and_endpoint(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "keys"))
     monkeypatch.setenv("AWS_PROFILE", "lab")
-    endpoint, found = access.settings("s3")
+    endpoint, options = access.settings("s3")
     assert endpoint == "http://127.0.0.1:9"
-    assert found["config"] == {"region": "eu-west-3", "endpoint": endpoint}
-    keys = found["credential_provider"]()
+    assert options["config"] == {"region": "eu-west-3", "endpoint": endpoint}
+    keys = options["credential_provider"]()
     assert (keys["access_key_id"], keys["secret_access_key"], keys["token"]) == ("id", "s3cret", None)
     monkeypatch.setenv("AWS_REGION", "us-east-2")
     monkeypatch.setenv("AWS_PROFILE", "none")  # obstore is asked, and says that there are no keys
@@ -40,7 +40,7 @@ def test_a_profile_gives_keys_region_and_endpoint(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("variables", "found"),
+    ("variables", "expected"),
     [
         ({}, None),
         ({"AZURE_STORAGE_CONNECTION_STRING": CONNECTION}, ("acc", HOST, "a2V5==", "")),
@@ -63,11 +63,11 @@ def test_a_profile_gives_keys_region_and_endpoint(tmp_path: Path, monkeypatch: p
         ),
     ],
 )
-def test_accounts_of_azure(variables: dict[str, str], found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accounts_of_azure(variables: dict[str, str], expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert access.azure() == (None if found is None else access.Azure(*found))
-    assert not any(secret and secret in repr(access.azure()) for secret in (found or ())[2:])
+    assert access.azure() == (None if expected is None else access.Azure(*expected))
+    assert not any(secret and secret in repr(access.azure()) for secret in (expected or ())[2:])
 
 
 def test_an_identity_of_azure_gives_obstore_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,9 +78,9 @@ def test_an_identity_of_azure_gives_obstore_its_tokens(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(access, "azure_identity", Identity)
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "acc")
-    endpoint, found = access.settings("az")
+    endpoint, options = access.settings("az")
     assert endpoint == "https://acc.blob.core.windows.net"
-    token = found["credential_provider"]()
+    token = options["credential_provider"]()
     assert (token["token"], token["expires_at"].timestamp()) == ("t0ken", 1_800_000_000)
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "key")
     assert "credential_provider" not in access.settings("az")[1]
@@ -104,18 +104,18 @@ def test_application_default_credentials_give_obstore_their_tokens(tmp_path: Pat
         self.token, self.expiry = "t0ken", datetime(2030, 1, 1)
 
     monkeypatch.setattr(Credentials, "refresh", refresh)
-    endpoint, found = access.settings("gs")
+    endpoint, options = access.settings("gs")
     assert endpoint == ""
-    assert found["credential_provider"]() == {"token": "t0ken", "expires_at": datetime(2030, 1, 1, tzinfo=UTC)}
+    assert options["credential_provider"]() == {"token": "t0ken", "expires_at": datetime(2030, 1, 1, tzinfo=UTC)}
 
 
 def test_an_emulator_of_google_is_sent_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "127.0.0.1:9023")
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/none")
-    endpoint, found = access.settings("gs")
+    endpoint, options = access.settings("gs")
     assert endpoint == "http://127.0.0.1:9023"
-    assert found["config"] == {"base_url": endpoint, "skip_signature": True}
-    assert found["credential_provider"]() == {"token": "none", "expires_at": None}  # obstore asks for one when it writes
+    assert options["config"] == {"base_url": endpoint, "skip_signature": True}
+    assert options["credential_provider"]() == {"token": "none", "expires_at": None}  # obstore asks for one when it writes
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_any_order_of_reads_gets_the_bytes_and_each_travels_once(seed: int) -> N
     visits = [visit for visit in visits if visit[0].nbytes]
     expected = estimate(visits)
     with ReadAhead(visits) as reading:
-        tiles = [(each, at) for visit in visits for each in visit for at in range(0, each.nbytes, 5000)]
+        tiles = [(piece, at) for visit in visits for piece in visit for at in range(0, piece.nbytes, 5000)]
         queue, lock = iter(tiles), threading.Lock()
         wrong: list[object] = []
 
@@ -201,13 +201,13 @@ def test_stopping_wakes_whoever_waits() -> None:
         yield from request(first, end)
 
     memory.request = slow  # type: ignore[method-assign]
-    found: list[BaseException] = []
+    errors: list[BaseException] = []
 
     def work() -> None:
         try:
             read(file, 0, 100)
         except BaseException as error:
-            found.append(error)
+            errors.append(error)
 
     reading = ReadAhead([[Extent(file, 0, 64 * KIB)]])
     with reading:
@@ -218,8 +218,8 @@ def test_stopping_wakes_whoever_waits() -> None:
         thread.join(60)
         assert not thread.is_alive()
         release.set()
-    assert isinstance(found[0], CheckpointError)
-    assert "the run has ended" in str(found[0])
+    assert isinstance(errors[0], CheckpointError)
+    assert "the run has ended" in str(errors[0])
 
 
 def test_a_slot_is_not_given_away_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,16 +238,16 @@ def test_a_slot_is_not_given_away_while_it_is_read(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Spool, "read", slowly)
     memory, file = file_of(32 * KIB)
     tiles = [Extent(file, at, 16 * KIB) for at in (0, 16 * KIB)]
-    found: list[bytes] = []
+    chunks: list[bytes] = []
     with ReadAhead([[tiles[0], tiles[0]], [tiles[1]]]):
-        slow = threading.Thread(target=lambda: found.append(read(file, 0, 16 * KIB)), name="slow")
+        slow = threading.Thread(target=lambda: chunks.append(read(file, 0, 16 * KIB)), name="slow")
         slow.start()
         assert entered.wait(60)
         for start in (0, 0, 16 * KIB):
             assert read(file, start, 16 * KIB) == memory.data[start : start + 16 * KIB]
         release.set()
         slow.join()
-    assert found == [memory.data[: 16 * KIB]]
+    assert chunks == [memory.data[: 16 * KIB]]
 
 
 def test_a_full_disk_slows_and_does_not_stop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,9 +101,9 @@ def test_a_line_break_in_a_credential_names_the_variable_and_not_its_value(
     ],
 )
 def test_a_command_names_the_variable_and_prints_json(name: str, value: str, address: str, tmp_path: Path) -> None:
-    given = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1", name: value}
+    variables = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1", name: value}
     fresh = "TIMEOUT" in name  # huggingface_hub reads it when it is imported
-    ran = run_process("inspect", address, "--json", env=given, cwd=tmp_path, fresh=fresh)
+    ran = run_process("inspect", address, "--json", env=variables, cwd=tmp_path, fresh=fresh)
     assert (ran.code, f'"where": "{name}"' in ran.out) == (1, True), ran
     assert "Traceback" not in ran.err
     assert "panicked" not in ran.err
@@ -112,7 +112,7 @@ def test_a_command_names_the_variable_and_prints_json(name: str, value: str, add
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("given", "code", "words"),
+    ("variables", "code", "words"),
     [
         ({"NUMBA_NUM_THREADS": "0"}, 1, "NUMBA_NUM_THREADS"),
         ({"NUMBA_OPT": "x"}, 0, "NUMBA_OPT: numba does not understand 'x', and ignores it"),
@@ -123,9 +123,9 @@ def test_a_command_names_the_variable_and_prints_json(name: str, value: str, add
     ],
     ids=lambda one: next(iter(one)) if isinstance(one, dict) else None,
 )
-def test_a_merge_of_local_models(given: dict[str, str], code: int, words: str, tmp_path: Path) -> None:
+def test_a_merge_of_local_models(variables: dict[str, str], code: int, words: str, tmp_path: Path) -> None:
     make_models(tmp_path)
     (tmp_path / "linear.yml").write_text(LINEAR)
-    ran = run_process("merge", "linear.yml", "out", env=given, cwd=tmp_path, fresh=True)
+    ran = run_process("merge", "linear.yml", "out", env=variables, cwd=tmp_path, fresh=True)
     assert (ran.code, words in ran.err) == (code, True), ran
     assert "Traceback" not in ran.err

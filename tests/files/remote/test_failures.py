@@ -55,13 +55,13 @@ PASS = [
 
 @pytest.mark.parametrize(("error", "words"), STAYS, ids=lambda one: str(one)[:30])
 def test_what_stays_is_told_wherever_it_is_in_the_chain(error: Exception, words: str) -> None:
-    for each in (error, wrapped(error), wrapped(wrapped(error))):
-        if isinstance(error, ValueError | ImportError) and each is not error:
+    for failure in (error, wrapped(error), wrapped(wrapped(error))):
+        if isinstance(error, ValueError | ImportError) and failure is not error:
             continue  # of a client that answers a failed connection with one: see below
-        found = lasting(each, "AWS_ENDPOINT_URL")
-        assert found is not None, each
-        assert words in found.what
-        assert found.fix
+        finding = lasting(failure, "AWS_ENDPOINT_URL")
+        assert finding is not None, failure
+        assert words in finding.what
+        assert finding.fix
 
 
 @pytest.mark.parametrize("error", PASS, ids=lambda one: str(one)[:30])
@@ -85,8 +85,8 @@ def test_an_answer_in_parts_that_is_cut_off_is_asked_for_again(monkeypatch: pyte
                     connection.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n")
 
         threading.Thread(target=answer, daemon=True).start()
-        more = {"ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "REGION": "us-east-1"}
-        for name, value in (more | {"ENDPOINT_URL": f"http://127.0.0.1:{server.getsockname()[1]}"}).items():
+        variables = {"ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "REGION": "us-east-1"}
+        for name, value in (variables | {"ENDPOINT_URL": f"http://127.0.0.1:{server.getsockname()[1]}"}).items():
             monkeypatch.setenv(f"AWS_{name}", value)
         bucket = Bucket("s3", "bucket")
         for look in (lambda: bucket.read("key", 100), lambda: list(bucket.names("key"))):
@@ -104,9 +104,9 @@ def test_causes_that_go_in_circles_end() -> None:
 def test_a_panic_is_an_error_and_an_interrupt_is_an_interrupt() -> None:
     with pytest.raises(Panicked, match="PanicException: called unwrap"), no_panic():
         raise PanicException("called unwrap")
-    for each in (KeyboardInterrupt, SystemExit, GeneratorExit, ValueError):
-        with pytest.raises(each), no_panic():
-            raise each
+    for error_class in (KeyboardInterrupt, SystemExit, GeneratorExit, ValueError):
+        with pytest.raises(error_class), no_panic():
+            raise error_class
 
 
 def test_statuses() -> None:
@@ -127,7 +127,7 @@ def test_no_client_asks_twice_for_what_stays(error: Exception, _words: str, monk
     """Every place that catches the errors of a client, with that error in place of an answer."""
     slept, asked = _no_sleep(monkeypatch), list[str]()
 
-    def broken(*args: Any, **more: Any) -> Any:
+    def broken(*args: Any, **options: Any) -> Any:
         asked.append("")
         raise error
 
@@ -142,7 +142,7 @@ def test_no_client_asks_twice_for_what_stays(error: Exception, _words: str, monk
 def test_a_panic_in_any_client_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
     slept = _no_sleep(monkeypatch)
 
-    def broken(*args: Any, **more: Any) -> Any:
+    def broken(*args: Any, **options: Any) -> Any:
         raise PanicException("called `Result::unwrap()` on an `Err` value")
 
     for look, kind in _clients(monkeypatch, broken):
@@ -198,7 +198,7 @@ def _clients(monkeypatch: pytest.MonkeyPatch, broken: Callable[..., Any]) -> lis
 def test_what_passes_is_asked_again_by_every_client(monkeypatch: pytest.MonkeyPatch) -> None:
     slept = _no_sleep(monkeypatch)
 
-    def reset(*args: Any, **more: Any) -> Any:
+    def reset(*args: Any, **options: Any) -> Any:
         raise ConnectionResetError(104, "Connection reset by peer")
 
     for look, kind in _clients(monkeypatch, reset):

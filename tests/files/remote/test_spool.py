@@ -50,7 +50,7 @@ def test_the_file_has_no_name_and_its_descriptor_lives_as_long_as_the_spool(tmp_
 def test_what_the_disk_refuses_is_one_error(
     code: int, kind: type[StoreError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*given: object) -> int:
+    def refuse(*args: object) -> int:
         raise OSError(code, os.strerror(code))
 
     spool = Spool(10, tmp_path)

@@ -37,8 +37,8 @@ def test_without_the_package_its_name_is_said(monkeypatch: pytest.MonkeyPatch) -
 
 def test_an_error_of_a_store_shows_no_signature() -> None:
     error = OSError("GET https://x.example/a?X-Amz-Signature=s3cret failed\nmore")
-    found = stores.Store.failure(_STORE, error, "")  # type: ignore[arg-type]
-    assert str(found) == "the store does not answer as it should (OSError: GET https://x.example/a?... failed)"
+    failure = stores.Store.failure(_STORE, error, "")  # type: ignore[arg-type]
+    assert str(failure) == "the store does not answer as it should (OSError: GET https://x.example/a?... failed)"
 
 
 class _Exceptions:

@@ -37,8 +37,8 @@ def ties(*places: object) -> Recipe:
 
 
 def model_ties(*places: object) -> Recipe:
-    found = ties(*places)
-    return {**found, "parameters": {"scope": "model"}}
+    merge_recipe = ties(*places)
+    return {**merge_recipe, "parameters": {"scope": "model"}}
 
 
 def stack(*places: object) -> Recipe:
@@ -99,15 +99,17 @@ def needed(name: str, models: list[dict[str, bytes]]) -> int:
     """Bytes of the tensors that a recipe reads, each once."""
     arrays = [load(files[WEIGHTS]) for files in models]
     if name in ("linear", "ties", "model_ties"):
-        return sum(array.nbytes for own in arrays for array in own.values())
+        return sum(array.nbytes for model_arrays in arrays for array in model_arrays.values())
     if name == "mixture":
-        experts = sum(array.nbytes for own in arrays[1:] for tensor, array in own.items() if ".mlp." in tensor)
+        experts = sum(
+            array.nbytes for model_arrays in arrays[1:] for tensor, array in model_arrays.items() if ".mlp." in tensor
+        )
         return experts + sum(array.nbytes for tensor, array in arrays[0].items() if ".mlp." not in tensor)
     spans = ((0, 1), (4, 5))
     chosen = [
         array.nbytes
-        for own, numbers in zip(arrays, spans, strict=False)
-        for tensor, array in own.items()
+        for model_arrays, numbers in zip(arrays, spans, strict=False)
+        for tensor, array in model_arrays.items()
         if any(f".layers.{n}." in tensor for n in numbers)
     ]
     return sum(chosen) + sum(array.nbytes for tensor, array in arrays[0].items() if ".layers." not in tensor)
@@ -179,14 +181,14 @@ def test_a_result_of_another_recipe_reads_its_models_once(tmp_path: Path) -> Non
         return [inner, {**ties("inner", places[0], places[2]), "name": "outer"}]
 
     tensors = [{"w": np.random.default_rng(k).normal(size=(2048, 512)).astype(np.float32)} for k in range(3)]
-    models = [{"config.json": b"{}", WEIGHTS: save(own)} for own in tensors]  # several tiles in a matrix
+    models = [{"config.json": b"{}", WEIGHTS: save(model_tensors)} for model_tensors in tensors]  # several tiles in a matrix
     local = [write(tmp_path / f"local{k}", files) for k, files in enumerate(models)]
     weightsmith.merge(staged(*local), tmp_path / "expected", fsync=False, progress=False)
     with serve(served(models)) as site:
         places = [f"{site.url}/m{k}" for k in range(3)]
         done = weightsmith.merge(staged(*places), tmp_path / "out", fsync=False, progress=False, stream_cache_bytes=1)
     assert content(tmp_path / "out") == content(tmp_path / "expected")
-    assert done.fetched_bytes == sum(own["w"].nbytes for own in tensors)
+    assert done.fetched_bytes == sum(model_tensors["w"].nbytes for model_tensors in tensors)
 
 
 @pytest.mark.slow
@@ -219,7 +221,7 @@ def test_what_is_looked_at_is_streamed_too(models: list[dict[str, bytes]], local
     with serve(served(models)) as site:
         places = [f"{site.url}/m{k}" for k in range(2)]
         assert weightsmith.inspect(places[0], stats=True, progress=False).statistics is not None
-        far, near = (weightsmith.diff(*map(str, found), progress=False) for found in (places, local[:2]))
+        far, near = (weightsmith.diff(*map(str, models), progress=False) for models in (places, local[:2]))
         assert far.total == near.total
         site.sent = 0
         weightsmith.preview(linear_of_base(places), progress=False)
@@ -266,16 +268,16 @@ def test_a_hub_model_is_streamed(address: str, hub: FakeHub, tmp_path: Path) -> 
     assert planned.code == 0, planned.err
     summary = json.loads(planned.out)["summary"]
     arrays = [load(hub.repos[f"org/m{k}", COMMIT][WEIGHTS]) for k in range(2)]
-    wanted = needed("stack", [hub.repos[f"org/m{k}", COMMIT] for k in range(2)])
-    assert summary["stream"]["needed_bytes"] == summary["stream"]["network_bytes"] == wanted
+    needed_bytes = needed("stack", [hub.repos[f"org/m{k}", COMMIT] for k in range(2)])
+    assert summary["stream"]["needed_bytes"] == summary["stream"]["network_bytes"] == needed_bytes
     assert summary["download_bytes"] == 2  # generation_config.json of one model: the plan has read that of the other
-    assert wanted < 0.3 * sum(array.nbytes for own in arrays for array in own.values())
+    assert needed_bytes < 0.3 * sum(array.nbytes for model_arrays in arrays for array in model_arrays.values())
 
     hub.sent = 0
     done = command(hub, tmp_path, "merge", recipe, "out", "--no-check-loading", *flags, HF_TOKEN="hf_secret")
     assert done.code == 0, done.err
     assert "streamed" in done.out
-    assert hub.sent == wanted + 2 * HEAD_BYTES
+    assert hub.sent == needed_bytes + 2 * HEAD_BYTES
     assert not list(tmp_path.glob(f"hub/*/snapshots/*/{WEIGHTS}"))
     assert {seen.authorization for seen in hub.seen if seen.path.startswith("/cdn/")} == {""}
     assert {seen.authorization for seen in hub.seen if "/resolve/" in seen.path} == {"Bearer hf_secret"}

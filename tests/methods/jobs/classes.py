@@ -100,43 +100,43 @@ JOBS = {
 }
 
 
-def matrix_of(made: Made, shape: tuple[int, ...] = SHAPE) -> Matrix:
+def matrix_of(case: Made, shape: tuple[int, ...] = SHAPE) -> Matrix:
     return Matrix(
         name="w",
         size=int(np.prod(shape)),
         cols=shape[-1],
         grain=grain_elements(shape),
-        codes=np.full(made.inputs, BF16.code, np.int64),
+        codes=np.full(case.inputs, BF16.code, np.int64),
         out_code=BF16.code,
-        base=made.base,
+        base=case.base,
         shared={"value": 0.5, **PERTURBED},
-        models=tuple({} for _ in range(made.inputs)),
+        models=tuple({} for _ in range(case.inputs)),
         seed=3,
-        inputs=tuple(range(made.inputs)),
-        places=tuple(range(made.inputs)),
+        inputs=tuple(range(case.inputs)),
+        places=tuple(range(case.inputs)),
         shape=shape,
     )
 
 
 def run_job(
-    made: Made, *, grains: int, threads: int = 1, shuffle: int | None = None, arrays: Sequence[np.ndarray] | None = None
+    case: Made, *, grains: int, threads: int = 1, shuffle: int | None = None, arrays: Sequence[np.ndarray] | None = None
 ) -> tuple[Job, bytes]:
     """The job after all passes, and the bytes of its result.
 
     grains   in a tile
     shuffle  seed of the order of the tiles; None: the plan's. A sequential job has its statistics in the plan's order
     """
-    matrix = matrix_of(made)
-    arrays = fine_tunes(SHAPE, made.inputs - 1) if arrays is None else arrays
-    raw = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays][: made.inputs]
-    job, places = made.make(matrix), cut(matrix.size, matrix.grain, grains)
+    matrix = matrix_of(case)
+    arrays = fine_tunes(SHAPE, case.inputs - 1) if arrays is None else arrays
+    raw = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays][: case.inputs]
+    job, places = case.make(matrix), cut(matrix.size, matrix.grain, grains)
     out = np.empty(matrix.size * 2, np.uint8)
     order = list(range(len(places)))
     if shuffle is not None:
         random.Random(shuffle).shuffle(order)
 
     def tile(place: Cut) -> Tile:
-        rows = np.empty((made.inputs, place.size * 2), np.uint8)
+        rows = np.empty((case.inputs, place.size * 2), np.uint8)
         for row, data in zip(rows, raw, strict=True):
             row[:] = data[place.start * 2 : (place.start + place.size) * 2]
         return Tile(place.start, place.size, rows, Scratch())

@@ -28,7 +28,7 @@ def test_each_class_of_job_has_a_case() -> None:
         importlib.import_module(f"weightsmith._methods.jobs.{module.name}")
 
     def below(kind: type[Job]) -> set[type[Job]]:
-        return {kind, *(deeper for each in kind.__subclasses__() for deeper in below(each))}
+        return {kind, *(deeper for subclass in kind.__subclasses__() for deeper in below(subclass))}
 
     ours = {
         kind for kind in below(Job) if kind.__module__.startswith(("weightsmith._methods.jobs.", "weightsmith._methods.steps"))
@@ -40,9 +40,9 @@ def test_each_class_of_job_has_a_case() -> None:
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.parametrize(("grains", "threads", "shuffle"), [(1, 1, None), (1, 1, 5), (3, 1, 1), (1, 4, 2)])
 def test_tiles_order_and_threads_do_not_change_a_byte(name: str, grains: int, threads: int, shuffle: int | None) -> None:
-    job, made = run_job(JOBS[name], grains=grains, threads=threads, shuffle=shuffle)
+    job, data = run_job(JOBS[name], grains=grains, threads=threads, shuffle=shuffle)
     assert type(job).__name__ == name.partition(",")[0]
-    assert made == whole(name)
+    assert data == whole(name)
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -62,17 +62,17 @@ def test_positions_are_not_counted_where_all_are_selected() -> None:
 def test_a_job_does_not_change_what_it_reads_and_its_result_is_finite(name: str) -> None:
     arrays = fine_tunes(SHAPE, JOBS[name].inputs - 1)
     before = [array.copy() for array in arrays]
-    _, made = run_job(JOBS[name], grains=2, arrays=arrays)
+    _, data = run_job(JOBS[name], grains=2, arrays=arrays)
     assert all(array.tobytes() == old.tobytes() for array, old in zip(arrays, before, strict=True))
-    assert np.isfinite(numbers(made)).all()
+    assert np.isfinite(numbers(data)).all()
 
 
-@pytest.mark.parametrize("name", [name for name, made in JOBS.items() if made.inputs > 1 and made.base])
+@pytest.mark.parametrize("name", [name for name, case in JOBS.items() if case.inputs > 1 and case.base])
 def test_models_equal_to_the_base_leave_it_as_it_is(name: str) -> None:
-    made = JOBS[name]
+    case = JOBS[name]
     base = fine_tunes(SHAPE, 0)[0]
-    _, found = run_job(made, grains=2, arrays=[base] * made.inputs)
-    assert found == base.tobytes()
+    _, data = run_job(case, grains=2, arrays=[base] * case.inputs)
+    assert data == base.tobytes()
 
 
 def test_the_driver_would_see_a_job_that_depends_on_its_tiles() -> None:
@@ -87,5 +87,5 @@ def test_the_driver_would_see_a_job_that_depends_on_its_tiles() -> None:
             self.seen += 1
             out[:] = self.seen
 
-    made = Made(Careless, inputs=1, base=False)
-    assert run_job(made, grains=1)[1] != run_job(made, grains=1, shuffle=5)[1]
+    case = Made(Careless, inputs=1, base=False)
+    assert run_job(case, grains=1)[1] != run_job(case, grains=1, shuffle=5)[1]

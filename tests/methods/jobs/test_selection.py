@@ -62,7 +62,7 @@ SAMPLE = (("ties", "float32"), ("ties", "bf16"), ("sce", "float32"), ("arcee_fus
 def test_the_bytes_do_not_depend_on_how_counts_are_held(
     method: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shared, own = METHODS[method]
+    shared, per_model = METHODS[method]
     most, passes = [0], set[str]()
     add, statistics = Counted.add, Selection.statistics
 
@@ -77,23 +77,23 @@ def test_the_bytes_do_not_depend_on_how_counts_are_held(
     monkeypatch.setattr(Counted, "add", counted)
     monkeypatch.setattr(Selection, "statistics", watched)
 
-    def made(name: str, held: int, window: int) -> bytes:
+    def merged_bytes(name: str, held: int, window: int) -> bytes:
         monkeypatch.setattr(selection, "MAX_HELD", held)
         monkeypatch.setattr(selection, "MAX_WINDOW", window)
         most[0] = 0
         passes.clear()
-        arrays = data(kind)[: len(own)]
-        how = {"shared": shared, "models": own, "base": True, "out": OUT[kind], "tile_bytes": 1}
-        found = run_method(tmp_path / name, method, arrays, **how)
+        arrays = data(kind)[: len(per_model)]
+        how = {"shared": shared, "models": per_model, "base": True, "out": OUT[kind], "tile_bytes": 1}
+        array = run_method(tmp_path / name, method, arrays, **how)
         assert most[0] <= held
-        return found.tobytes()
+        return array.tobytes()
 
-    plain = made("by tile", 1 << 20, 1 << 21)
+    plain = merged_bytes("by tile", 1 << 20, 1 << 21)
     assert "ties" not in passes
-    assert made("added up", 10, 1 << 31) == plain
+    assert merged_bytes("added up", 10, 1 << 31) == plain
     if method == "ties" and kind != "float32":
         assert "ties" in passes, "the last of equal magnitudes was to be looked for"
-    assert made("too many", 10, 1 << 16) == plain
+    assert merged_bytes("too many", 10, 1 << 16) == plain
     if method == "ties" and kind == "float32":
         assert "sure" in passes, "the window was to be too wide"
 

@@ -175,15 +175,15 @@ def mlx(case: Case) -> np.ndarray:
     import mlx.core as mx
 
     def array(key: str) -> Any:
-        found = case.tensors.get(f"q_proj.{key}")
-        if found is None:
+        part = case.tensors.get(f"q_proj.{key}")
+        if part is None:
             return None
-        return mx.array(found if found.dtype in (np.uint32, np.uint8) else found.astype(np.float32))  # 16 bits round each step
+        return mx.array(part if part.dtype in (np.uint32, np.uint8) else part.astype(np.float32))  # 16 bits round each step
 
     entry = case.config["quantization"]
     parts = [array(key) for key in ("weight", "scales", "biases")]
-    found = mx.dequantize(*parts, group_size=entry["group_size"], bits=entry["bits"], mode=entry["mode"])
-    return np.array(found.astype(mx.float32))
+    decoded = mx.dequantize(*parts, group_size=entry["group_size"], bits=entry["bits"], mode=entry["mode"])
+    return np.array(decoded.astype(mx.float32))
 
 
 def torchao(case: Case) -> np.ndarray:
@@ -249,7 +249,7 @@ ORACLES: dict[str, Callable[[Case], np.ndarray]] = {
 
 def main() -> None:
     only = sys.argv[sys.argv.index("--only") + 1] if "--only" in sys.argv else ""
-    found = json.loads(FILE.read_text()) if only else {}
+    table = json.loads(FILE.read_text()) if only else {}
     for name, make in CASES.items():
         if only and name.partition("-")[0] != only:
             continue
@@ -262,10 +262,10 @@ def main() -> None:
         print(
             f"{name:32} {theirs.dtype!s:9} largest difference {worst:.1e} of the largest weight, equal after rounding: {same}"
         )
-        found[name] = {"dtype": str(theirs.dtype), "sha256": digest(theirs)} if same else {"samples": samples(theirs)}
+        table[name] = {"dtype": str(theirs.dtype), "sha256": digest(theirs)} if same else {"samples": samples(theirs)}
         assert same or worst < TOLERANCE
     if "--write" in sys.argv:
-        lines = [f"{json.dumps(name)}: {json.dumps(values)}" for name, values in found.items()]
+        lines = [f"{json.dumps(name)}: {json.dumps(values)}" for name, values in table.items()]
         FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 

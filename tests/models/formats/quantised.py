@@ -266,8 +266,8 @@ def hqq_array(
     size = shape[0] * shape[1]
     rows, cols = shape if group is None else (size // group, group) if axis == 1 else (group, size // group)
     codes = rng.integers(0, 1 << bits, (rows, cols))
-    each = (rows, 1) if axis == 1 else (1, cols)
-    scale, zero = rng.uniform(0.001, 0.02, each).astype(dtype), rng.uniform(0, (1 << bits) - 1, each).astype(dtype)
+    per_group = (rows, 1) if axis == 1 else (1, cols)
+    scale, zero = rng.uniform(0.001, 0.02, per_group).astype(dtype), rng.uniform(0, (1 << bits) - 1, per_group).astype(dtype)
     per_word = {8: 1, 4: 2, 3: 10, 2: 4, 1: 8}[bits]
     padded = np.pad(codes, ((0, -rows % per_word), (0, 0))).reshape(per_word, -1, cols).astype(np.int32)
     words = np.bitwise_or.reduce([run << bits * (per_word - 1 - k) for k, run in enumerate(padded)])

@@ -47,10 +47,10 @@ SCALES = st.sampled_from([1.0, 0.5, 0.1, 2.0**-100, 3e30])
 @given(groups(), SCALES, st.sampled_from([(8, 0), (8, 128), (4, 8)]))
 def test_quantise_integers_is_its_twin(rows: np.ndarray, scale: float, how: tuple[int, int]) -> None:
     scales = np.full(len(rows), scale, np.float32)
-    found = np.zeros(rows.size * how[0] // 8, np.uint8)
-    codes.quantise_integers(rows.reshape(-1), rows.shape[1], scales, *how, found)
+    packed = np.zeros(rows.size * how[0] // 8, np.uint8)
+    codes.quantise_integers(rows.reshape(-1), rows.shape[1], scales, *how, packed)
     with np.errstate(all="ignore"):
-        np.testing.assert_array_equal(found, reference.quantise_integers(rows, scales, *how))
+        np.testing.assert_array_equal(packed, reference.quantise_integers(rows, scales, *how))
 
 
 @pytest.mark.slow
@@ -58,10 +58,10 @@ def test_quantise_integers_is_its_twin(rows: np.ndarray, scale: float, how: tupl
 @given(groups(), SCALES)
 def test_quantise_float4_is_its_twin(rows: np.ndarray, scale: float) -> None:
     scales = np.full(len(rows), scale, np.float32)
-    found = np.zeros(rows.size // 2, np.uint8)
-    codes.quantise_float4(rows.reshape(-1), rows.shape[1], scales, found)
+    packed = np.zeros(rows.size // 2, np.uint8)
+    codes.quantise_float4(rows.reshape(-1), rows.shape[1], scales, packed)
     with np.errstate(all="ignore"):
-        np.testing.assert_array_equal(found, reference.quantise_float4(rows, scales))
+        np.testing.assert_array_equal(packed, reference.quantise_float4(rows, scales))
 
 
 @pytest.mark.slow
@@ -69,10 +69,10 @@ def test_quantise_float4_is_its_twin(rows: np.ndarray, scale: float) -> None:
 @given(groups(), SCALES, st.sampled_from([0.0, -1.5, 7.0]), st.sampled_from([4, 8]))
 def test_quantise_affine_is_its_twin(rows: np.ndarray, scale: float, bias: float, bits: int) -> None:
     scales, biases = np.full(len(rows), -scale, np.float32), np.full(len(rows), bias, np.float32)
-    found = np.zeros(rows.size * bits // 8, np.uint8)
-    codes.quantise_affine(rows.reshape(-1), rows.shape[1], scales, biases, bits, found)
+    packed = np.zeros(rows.size * bits // 8, np.uint8)
+    codes.quantise_affine(rows.reshape(-1), rows.shape[1], scales, biases, bits, packed)
     with np.errstate(all="ignore"):
-        np.testing.assert_array_equal(found, reference.quantise_affine(rows, scales, biases, bits))
+        np.testing.assert_array_equal(packed, reference.quantise_affine(rows, scales, biases, bits))
 
 
 @settings(max_examples=30)
@@ -80,9 +80,9 @@ def test_quantise_affine_is_its_twin(rows: np.ndarray, scale: float, bias: float
 def test_block_maxima_are_those_of_numpy(n: int, cols: int, high: int, wide: int, seed: int) -> None:
     rows = np.random.default_rng(seed).standard_normal((n, cols)).astype(np.float32)
     rows[rows > 2.5] = np.nan
-    found = np.empty(-(-n // high) * -(-cols // wide), np.float32)
-    codes.block_maxima(rows.reshape(-1), cols, high, wide, found)
-    np.testing.assert_array_equal(found, reference.block_maxima(rows, (high, wide)).reshape(-1))
+    maxima = np.empty(-(-n // high) * -(-cols // wide), np.float32)
+    codes.block_maxima(rows.reshape(-1), cols, high, wide, maxima)
+    np.testing.assert_array_equal(maxima, reference.block_maxima(rows, (high, wide)).reshape(-1))
 
 
 @pytest.mark.slow
@@ -98,11 +98,11 @@ def test_dequantise_is_its_twin_in_any_range(kind: str, rows: int, half: int, da
     end = data.draw(st.integers(first, whole.size))
     bits = 8 if len(table) == 256 else 4
     stored = reference.packed(whole.reshape(-1), bits)[first * bits // 8 : -(-end * bits // 8)]
-    found = np.zeros(end - first, np.float32)
+    values = np.zeros(end - first, np.float32)
     codes.dequantise(
-        stored, table, first, cols, scales[first // cols // high :].reshape(-1), scales.shape[1], high, wide, found
+        stored, table, first, cols, scales[first // cols // high :].reshape(-1), scales.shape[1], high, wide, values
     )
-    np.testing.assert_array_equal(found, reference.dequantise(whole, table, scales, (high, wide)).reshape(-1)[first:end])
+    np.testing.assert_array_equal(values, reference.dequantise(whole, table, scales, (high, wide)).reshape(-1)[first:end])
 
 
 # ---- encodings
@@ -205,9 +205,9 @@ def test_zeros_are_zeros(name: str) -> None:
 
 def test_the_global_scale_is_that_of_the_largest_weight_of_the_set() -> None:
     rows = np.random.default_rng(0).standard_normal((4, 32)).astype(np.float32)
-    _, local, own = stored("nvfp4a16", rows)
+    _, local, global_scale = stored("nvfp4a16", rows)
     _, joined, shared = stored("nvfp4a16", rows, whole=8.0)
-    assert own == np.float32(448 * 6) / np.abs(rows).max()
+    assert global_scale == np.float32(448 * 6) / np.abs(rows).max()
     assert shared == np.float32(448 * 6 / 8)
     assert local.astype(np.float32).max() == 448
     assert joined.astype(np.float32).max() < 448
@@ -270,5 +270,5 @@ def test_mlx_dequantises_to_the_same_numbers(bits: int) -> None:
     back = np.array(mx.dequantize(*parts, group_size=64, bits=bits))
     expected, steps = decoded(f"mlx-{bits}bit", rows, "BF16")
     assert (np.abs(back - expected) <= 2.0**-16 * steps).all()
-    own = mx.dequantize(*mx.quantize(mx.array(rows), group_size=64, bits=bits), group_size=64, bits=bits)
-    assert np.linalg.norm(expected - rows) <= 1.05 * np.linalg.norm(np.array(own) - rows)
+    theirs = mx.dequantize(*mx.quantize(mx.array(rows), group_size=64, bits=bits), group_size=64, bits=bits)
+    assert np.linalg.norm(expected - rows) <= 1.05 * np.linalg.norm(np.array(theirs) - rows)

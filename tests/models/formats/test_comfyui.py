@@ -188,9 +188,9 @@ def test_8_bit_floats_without_a_scale_are_numbers(tmp_path: Path) -> None:
         assert np.array_equal(checkpoint.read("embed.weight"), Q5)
 
 
-@pytest.mark.parametrize("left", [json.dumps({"layers": {X: {"format": "float8_e4m3fn"}}}), "not JSON"])
-def test_metadata_left_over_plain_weights_is_ignored(left: str, tmp_path: Path) -> None:
-    metadata = {"_quantization_metadata": left}
+@pytest.mark.parametrize("leftover", [json.dumps({"layers": {X: {"format": "float8_e4m3fn"}}}), "not JSON"])
+def test_metadata_left_over_plain_weights_is_ignored(leftover: str, tmp_path: Path) -> None:
+    metadata = {"_quantization_metadata": leftover}
     weight = {f"{X}.weight": numbers(8, 8)}
     with open_checkpoint(write_file(tmp_path / "m.safetensors", weight, metadata)) as checkpoint:
         assert checkpoint.quantised is None
@@ -362,11 +362,11 @@ def test_rotations_that_are_not_read_are_refused(
 
 
 def test_experts_are_stacked(tmp_path: Path) -> None:
-    stack, each = codes(np.dtype(np.int8), 3, 16, 8), numbers(3, 16, 1)
+    stack, scales = codes(np.dtype(np.int8), 3, 16, 8), numbers(3, 16, 1)
     stated = {"format": "int8_tensorwise", "num_experts": 3}
-    tensors = {f"{X}.weight": stack, f"{X}.weight_scale": each, f"{X}.comfy_quant": text(stated), **NORM}
+    tensors = {f"{X}.weight": stack, f"{X}.weight_scale": scales, f"{X}.comfy_quant": text(stated), **NORM}
     with open_checkpoint(write_checkpoint(tmp_path, tensors)) as checkpoint:
-        check(checkpoint, stack * each.astype(np.float64))
+        check(checkpoint, stack * scales.astype(np.float64))
 
 
 @pytest.mark.parametrize(
@@ -661,8 +661,8 @@ def as_nvfp4(weight: np.ndarray) -> dict[str, np.ndarray]:
     scales = (local.astype(np.float32) * factor)[..., None]
     with np.errstate(all="ignore"):
         values = np.where(scales == 0, 0, parts / scales).reshape(weight.shape)
-    found = values.astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
-    return {"": found[:, ::2] << 4 | found[:, 1::2], "_scale": tiled(local).view(E4M3), "_scale_2": factor}
+    nibbles = values.astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
+    return {"": nibbles[:, ::2] << 4 | nibbles[:, 1::2], "_scale": tiled(local).view(E4M3), "_scale_2": factor}
 
 
 def as_mxfp8(weight: np.ndarray) -> dict[str, np.ndarray]:

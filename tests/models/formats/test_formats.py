@@ -31,7 +31,7 @@ from weightsmith._models.formats import (
 from weightsmith.abc.stored import WHOLE
 from weightsmith.testing import EncodingTests, StoredFormatTests
 
-WRITTEN = {each.name: each for each in formats() if each.writes}
+WRITTEN = {stored_format.name: stored_format for stored_format in formats() if stored_format.writes}
 EXL2 = ("exl2 4/g128", "exl2 8@0.05/g32+4@0.95/g64", "exl2 5@0.3/g32+4@0.7/g32 unsorted")
 """EXL2's encodings have settings, so that there is no list of them."""
 
@@ -55,7 +55,7 @@ class TestWrittenFormats(StoredFormatTests):
 class TestExl2(StoredFormatTests):
     @pytest.fixture
     def stored_format(self) -> StoredFormat:
-        (exl2,) = (each for each in formats() if each.name == "exl2")
+        (exl2,) = (stored_format for stored_format in formats() if stored_format.name == "exl2")
         return replace(exl2, unlisted=tuple(map(find_encoding, EXL2)))
 
 
@@ -92,14 +92,23 @@ def test_a_name_is_the_rendering_of_one_value(name: str) -> None:
     ],
 )
 def test_a_value_says_what_is_stored_and_what_it_needs(name: str, value: tuple[object, ...]) -> None:
-    own = find_encoding(name)
-    asked = (own.kind, own.bits, own.group, own.symmetric, str(own.scale), own.align_rows, own.hessian, own.float16)
+    encoding = find_encoding(name)
+    asked = (
+        encoding.kind,
+        encoding.bits,
+        encoding.group,
+        encoding.symmetric,
+        str(encoding.scale),
+        encoding.align_rows,
+        encoding.hessian,
+        encoding.float16,
+    )
     assert asked == value
 
 
 def test_what_an_encoding_needs_besides_rows() -> None:
     values = encodings().values()
-    assert {own.name for own in values if own.maxima} == {
+    assert {encoding.name for encoding in values if encoding.maxima} == {
         "fp8-static",
         "nvfp4a16",
         "nvfp4",
@@ -107,7 +116,7 @@ def test_what_an_encoding_needs_besides_rows() -> None:
         "comfyui-fp8-old",
         "comfyui-nvfp4",
     }
-    assert {own.name for own in values if own.inputs is not None} == {"fp8-static", "nvfp4"}
+    assert {encoding.name for encoding in values if encoding.inputs is not None} == {"fp8-static", "nvfp4"}
     weighed = {name: find_encoding(name).importances for name in ("gguf-iq1_s", "gguf-q4_k", "gguf-f16", "int8")}
     assert weighed == {"gguf-iq1_s": "must", "gguf-q4_k": "may", "gguf-f16": "no", "int8": "no"}
 
@@ -119,8 +128,8 @@ def test_each_file_or_folder_with_a_format_is_listed() -> None:
     modules = {path.stem: path for path in folder.glob("*.py")} | {
         path.parent.name: path for path in folder.glob("*/__init__.py")
     }
-    found = {name for name, path in modules.items() if "\nFORMAT = " in path.read_text()}
-    assert found == set(NAMES) == {each.name for each in formats()}
+    with_format = {name for name, path in modules.items() if "\nFORMAT = " in path.read_text()}
+    assert with_format == set(NAMES) == {stored_format.name for stored_format in formats()}
 
 
 # ---- formats of installed packages
@@ -148,9 +157,9 @@ def test_formats_that_cannot_be_used_are_named_where_one_is_missing(tmp_path: Pa
         tmp_path / "m", {"a.weight": np.ones((2, 2), np.float32)}, {**CONFIG, "quantization_config": entry}
     )
     with installed(tmp_path / "site", POINTS, brought_format=BROUGHT):
-        assert [each.name for each in formats()] == list(NAMES)
-        for problem, found in zip(problems, broken(), strict=True):
-            assert problem in str(found)
+        assert [stored_format.name for stored_format in formats()] == list(NAMES)
+        for problem, error in zip(problems, broken(), strict=True):
+            assert problem in str(error)
         with pytest.raises(UnknownName, match="unknown encoding 'mine'") as caught:
             find_encoding("mine")
         assert all(problem in str(caught.value) for problem in problems)
@@ -179,10 +188,10 @@ def test_no_format_stores_tensors_that_are_surely_plain() -> None:
     names = ("model.layers.0.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias", "lm_head.weight", "weight.bias")
     specs = {name: TensorSpec(name, DTYPES[dtype], (8, 8)) for name in names for dtype in ("F64", "F32", "F16", "BF16")}
     assert opening.surely_plain({"model_type": "llama"}, specs)
-    for each in formats():
-        assert not each.recognises({"model_type": "llama"}, specs), each.name
-        for suffix in each.marks:
-            assert not any(name.endswith(suffix) for name in specs), (each.name, suffix)
+    for stored_format in formats():
+        assert not stored_format.recognises({"model_type": "llama"}, specs), stored_format.name
+        for suffix in stored_format.marks:
+            assert not any(name.endswith(suffix) for name in specs), (stored_format.name, suffix)
 
 
 @pytest.mark.parametrize("changed", [{"quantization_config": {"quant_method": "gptq"}}, "q.qweight", "I32", "F8_E4M3"])

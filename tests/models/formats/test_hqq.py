@@ -53,8 +53,8 @@ def test_modules_may_have_settings_of_their_own(tmp_path: Path) -> None:
     ]
     case = replace(
         cases[0],
-        tensors={name: a for each in cases for name, a in each.tensors.items()} | {"m8.bias": np.ones(48, np.float16)},
-        plain={name: a for each in cases for name, a in each.plain.items()},
+        tensors={name: a for case in cases for name, a in case.tensors.items()} | {"m8.bias": np.ones(48, np.float16)},
+        plain={name: a for case in cases for name, a in case.plain.items()},
     )
     with opened(tmp_path, case) as checkpoint:
         assert sorted(checkpoint.specs) == ["m1.weight", "m3.weight", "m8.bias", "m8.weight"]

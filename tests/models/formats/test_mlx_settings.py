@@ -21,9 +21,9 @@ EIGHT = {"bits": 8, "group_size": 32}
 SIX = {"bits": 6, "group_size": 64}
 
 
-def model(*weights: Case, own: dict[str, Any], **config: Any) -> Case:
+def model(*weights: Case, overrides: dict[str, Any], **config: Any) -> Case:
     """A model of 4 bits in groups of 64, with settings of modules of their own."""
-    entry = {"bits": 4, "group_size": 64, **own}
+    entry = {"bits": 4, "group_size": 64, **overrides}
     tensors = {name: array for weight in weights for name, array in weight.tensors.items()}
     plain = {name: array for weight in weights for name, array in weight.plain.items()}
     whole = {"model_type": "llama", "dtype": "bfloat16", "quantization": entry, "quantization_config": entry, **config}
@@ -64,36 +64,36 @@ Q, K, V = (f"model.layers.0.self_attn.{part}_proj" for part in "qkv")
 )
 def test_settings_are_found_under_the_name_in_another_wrapper(stored: str, written: str, tmp_path: Path) -> None:
     """8 bits in groups of 32 have the shapes of 4 in groups of 64: nothing else tells."""
-    own = {f"{written}.v_proj": EIGHT, "language_model.lm_head": EIGHT}
-    check(tmp_path, model(four(f"{stored}.q_proj"), eight(f"{stored}.v_proj"), eight("lm_head"), own=own))
+    overrides = {f"{written}.v_proj": EIGHT, "language_model.lm_head": EIGHT}
+    check(tmp_path, model(four(f"{stored}.q_proj"), eight(f"{stored}.v_proj"), eight("lm_head"), overrides=overrides))
 
 
 def test_other_bits_are_found_under_another_name_too(tmp_path: Path) -> None:
     six = mlx((8, 128), bits=6, name=V)
-    check(tmp_path, model(four(Q), six, own={V.replace("model.", "model.language_model."): SIX}))
+    check(tmp_path, model(four(Q), six, overrides={V.replace("model.", "model.language_model."): SIX}))
 
 
 @pytest.mark.parametrize("value", [EIGHT, {"bits": 8}, {"bits": 4, "group_size": 64, "mode": "mxfp4"}])
 def test_settings_of_no_module_are_an_error(value: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"of the module 'transformer\.h\.0\.v_proj', and the model has no such"):
-        opened(tmp_path, model(four(Q), four(V), own={"transformer.h.0.v_proj": value}))
+        opened(tmp_path, model(four(Q), four(V), overrides={"transformer.h.0.v_proj": value}))
 
 
 @pytest.mark.parametrize("value", [False, True, {"bits": 4}, {"group_size": 64, "bits": 4, "mode": "affine"}, {}])
 def test_settings_of_no_module_that_change_nothing_are_harmless(value: Any, tmp_path: Path) -> None:
-    check(tmp_path, model(four(Q), own={"model.vision_tower.patch": value}))
+    check(tmp_path, model(four(Q), overrides={"model.vision_tower.patch": value}))
 
 
 def test_two_settings_of_one_module_are_an_error(tmp_path: Path) -> None:
-    own = {V: EIGHT, V.replace("model.", "language_model.model."): SIX}
+    overrides = {V: EIGHT, V.replace("model.", "language_model.model."): SIX}
     with pytest.raises(FormatError, match=f"config.json has two settings of the module '{V}'"):
-        opened(tmp_path, model(four(Q), eight(V), own=own))
+        opened(tmp_path, model(four(Q), eight(V), overrides=overrides))
 
 
 def test_a_name_that_two_modules_may_have_is_not_guessed(tmp_path: Path) -> None:
     twin = V.replace("model.", "language_model.")
     with pytest.raises(FormatError, match="the model has no such module"):
-        opened(tmp_path, model(eight(V), eight(twin), own={V.replace("model.", "model.model."): EIGHT}))
+        opened(tmp_path, model(eight(V), eight(twin), overrides={V.replace("model.", "model.model."): EIGHT}))
 
 
 # ---- widths
@@ -101,21 +101,21 @@ def test_a_name_that_two_modules_may_have_is_not_guessed(tmp_path: Path) -> None
 UP, DOWN, GATE = (f"model.layers.0.mlp.{part}_proj" for part in ("up", "down", "gate"))
 WRONG: dict[str, tuple[Case, str]] = {
     "lm_head": (
-        model(four(Q), eight("lm_head"), own={}, hidden_size=128),
+        model(four(Q), eight("lm_head"), overrides={}, hidden_size=128),
         "'lm_head.weight' has 256 inputs .* hidden_size is 128",
     ),
     "embedding": (
-        model(eight("model.embed_tokens"), own={}, text_config={"hidden_size": 128}),
+        model(eight("model.embed_tokens"), overrides={}, text_config={"hidden_size": 128}),
         "'model.embed_tokens.weight' has 256 inputs .* hidden_size is 128",
     ),
-    "q of 4 bits": (model(four(Q), own={Q: EIGHT}, hidden_size=128), f"'{Q}.weight' has 64 inputs .* hidden_size is 128"),
-    "siblings": (model(four(Q), eight(V), own={}), f"has (128|256) inputs .*, and '{Q[:-6]}(v|q)_proj' has (128|256):"),
-    "gate and up": (model(four(GATE), eight(UP), own={}), "the settings are not its own"),
+    "q of 4 bits": (model(four(Q), overrides={Q: EIGHT}, hidden_size=128), f"'{Q}.weight' has 64 inputs .* hidden_size is 128"),
+    "siblings": (model(four(Q), eight(V), overrides={}), f"has (128|256) inputs .*, and '{Q[:-6]}(v|q)_proj' has (128|256):"),
+    "gate and up": (model(four(GATE), eight(UP), overrides={}), "the settings are not its own"),
     "down": (
-        model(four(GATE, (64, 128)), four(UP, (64, 128)), eight(DOWN, (128, 64)), own={}),
+        model(four(GATE, (64, 128)), four(UP, (64, 128)), eight(DOWN, (128, 64)), overrides={}),
         f"'{DOWN}.weight' has 128 inputs .*, and '{GATE}' has 64 outputs",
     ),
-    "two bits": (model(mlx((8, 128), bits=2, group_size=128, name=Q), own={}, hidden_size=128), "has 64 inputs"),
+    "two bits": (model(mlx((8, 128), bits=2, group_size=128, name=Q), overrides={}, hidden_size=128), "has 64 inputs"),
 }
 
 
@@ -129,13 +129,13 @@ def test_a_width_that_other_settings_explain_is_an_error(name: str, tmp_path: Pa
 def test_widths_that_differ_for_other_reasons_are_read(tmp_path: Path) -> None:
     """Towers have hidden states of their own, and attention over another sequence has other inputs for k and v."""
     weights = four(Q), four(f"{Q[:-6]}o_proj", (128, 64)), four("vision_tower.layers.0.q_proj", (8, 256)), four(K, (8, 192))
-    check(tmp_path, model(*weights, own={}, hidden_size=128))
+    check(tmp_path, model(*weights, overrides={}, hidden_size=128))
 
 
 @pytest.mark.parametrize("stated", [{"attention_hidden_size": 256}, {"depth_decoder_config": {"hidden_size": 256}}])
 def test_the_hidden_size_is_no_check_where_other_modules_have_others(stated: dict[str, Any], tmp_path: Path) -> None:
     """Zamba2's attention reads two hidden states side by side; a second decoder has its own."""
-    check(tmp_path, model(four(Q, (8, 256)), own={}, hidden_size=128, **stated))
+    check(tmp_path, model(four(Q, (8, 256)), overrides={}, hidden_size=128, **stated))
 
 
 # ---- convolutions over time, which MLX stores as [channels, kernel, 1]
@@ -145,7 +145,7 @@ CONVOLUTION = "model.layers.0.conv.conv.weight"
 
 def with_convolution(*shape: int) -> tuple[Case, np.ndarray]:
     kernel = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-    case = model(four(Q), own={}, model_type="lfm2")
+    case = model(four(Q), overrides={}, model_type="lfm2")
     return replace(case, tensors={**case.tensors, CONVOLUTION: kernel}), kernel
 
 
@@ -199,7 +199,7 @@ def test_kernels_with_their_inputs_last_are_refused(
     name: str, of_the_hub: tuple[int, ...], of_mlx_vlm: tuple[int, ...], quantised: bool, tmp_path: Path
 ) -> None:
     """mlx-vlm moves an axis of them, and renames modules, so that transformers could not load the result."""
-    case = model(four(Q), own={}, model_type="gemma3")
+    case = model(four(Q), overrides={}, model_type="gemma3")
     tensors = case.tensors if quantised else {f"{Q}.weight": np.ones((4, 4), np.float32)}
     kernel = np.zeros(of_mlx_vlm, np.float32)
     folder = of_mlx(tmp_path / "mlx", {**tensors, name: kernel}, **{**case.config, "model_type": "gemma3"})
@@ -272,7 +272,7 @@ def test_plain_stacks_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 def test_modules_that_mlx_renames_have_the_names_of_the_hub(quantised: bool, tmp_path: Path) -> None:
     """transformers would leave the whole language model of Gemma 4 at random numbers."""
     q = "layers.0.self_attn.q_proj"
-    case = model(four(f"language_model.model.{q}"), own={})
+    case = model(four(f"language_model.model.{q}"), overrides={})
     text = case.tensors if quantised else case.plain
     others = {"language_model.model.norm.weight": "model.language_model.norm.weight", "embed_vision.w": "model.embed_vision.w"}
     tensors = {**text, **dict.fromkeys(others, np.ones(4, np.float32))}

@@ -72,17 +72,17 @@ def test_damage(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_gpt_oss_as_it_is_published_is_written_like_its_plain_weights(tmp_path: Path) -> None:
     source = zoo.save("gpt-oss", tmp_path / "m", 1, hidden_size=64, intermediate_size=32, vocab_size=262)
-    with weightsmith.open_checkpoint(source) as found:
-        tensors, config = {name: found.read(name) for name in found.specs}, dict(found.config or {})
+    with weightsmith.open_checkpoint(source) as checkpoint:
+        tensors, config = {name: checkpoint.read(name) for name in checkpoint.specs}, dict(checkpoint.config or {})
     published = dict(tensors)
-    for name in [each for each in tensors if each.endswith(("gate_up_proj", "down_proj"))]:
+    for name in [key for key in tensors if key.endswith(("gate_up_proj", "down_proj"))]:
         experts, inputs, outputs = tensors[name].shape
-        own = stored(experts, outputs, inputs, seed=len(published))
-        own = {each.replace(NAME, name): values for each, values in own.items()}
-        own[f"{name}_scales"] = own[f"{name}_scales"] % 8 + 118
+        parts = stored(experts, outputs, inputs, seed=len(published))
+        parts = {key.replace(NAME, name): values for key, values in parts.items()}
+        parts[f"{name}_scales"] = parts[f"{name}_scales"] % 8 + 118
         del published[name]
-        published |= own
-        tensors[name] = theirs(own, name).astype(tensors[name].dtype)
+        published |= parts
+        tensors[name] = theirs(parts, name).astype(tensors[name].dtype)
     for folder, written, said in (("plain", tensors, config), ("mx", published, {**config, "quantization_config": ENTRY})):
         (tmp_path / folder).mkdir()
         model = tmp_path / folder / "model"  # its name is in the file

@@ -63,8 +63,8 @@ def test_weights_are_those_that_other_programs_decode(name: str, tmp_path: Path)
     case = CASES[name]()
     with opened(tmp_path, case) as checkpoint:
         for tensor, plain in case.plain.items():
-            found = checkpoint.read(tensor)
-            np.testing.assert_array_equal(found, plain)
+            values = checkpoint.read(tensor)
+            np.testing.assert_array_equal(values, plain)
             assert checkpoint.natural_dtype(tensor).numpy == case.kept
         assert list(checkpoint.specs) == sorted(
             {*case.plain, *(n for n in case.tensors if n.endswith((".bias", "norm.weight")))}
@@ -75,9 +75,9 @@ def test_weights_are_those_that_other_programs_decode(name: str, tmp_path: Path)
         assert checkpoint.quantised is None
     oracle = ORACLES[name]
     if "sha256" in oracle:
-        assert oracles.digest(found.astype(oracle["dtype"])) == oracle["sha256"]
+        assert oracles.digest(values.astype(oracle["dtype"])) == oracle["sha256"]
     else:
-        assert np.abs(np.array(oracles.samples(found)) - oracle["samples"]).max() < oracles.TOLERANCE * np.abs(found).max()
+        assert np.abs(np.array(oracles.samples(values)) - oracle["samples"]).max() < oracles.TOLERANCE * np.abs(values).max()
 
 
 # ---- damaged and unsupported checkpoints
@@ -93,8 +93,8 @@ def changed(case: Case, tensors: Mapping[str, np.ndarray | None] | None = None, 
 def state(case: Case, **values: Any) -> dict[str, np.ndarray]:
     """The JSON of a bitsandbytes weight, with some values changed."""
     name = next(name for name in case.tensors if "quant_state" in name)
-    found = {**json.loads(case.tensors[name].tobytes()), **values}
-    return {name: np.frombuffer(json.dumps(found).encode(), np.uint8)}
+    settings = {**json.loads(case.tensors[name].tobytes()), **values}
+    return {name: np.frombuffer(json.dumps(settings).encode(), np.uint8)}
 
 
 GPTQ, ORDERED, AWQ = gptq((64, 96)), gptq((64, 96), desc_act=True), awq((64, 96))
@@ -294,8 +294,8 @@ _OPTIONAL = (".bias", "input_scale", "weight_format")
 
 def parts(case: Case) -> list[str]:
     """The tensors of k_proj without which its weight cannot be decoded."""
-    found = [name for name in case.tensors if name.startswith("k_proj.") and not name.endswith(_OPTIONAL)]
-    return [name for name in found if not name.endswith("g_idx") or case.config["quantization_config"]["desc_act"]]
+    names = [name for name in case.tensors if name.startswith("k_proj.") and not name.endswith(_OPTIONAL)]
+    return [name for name in names if not name.endswith("g_idx") or case.config["quantization_config"]["desc_act"]]
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, case in TWO.items() for name in parts(case)])
@@ -308,8 +308,16 @@ def test_a_quantised_weight_without_one_of_its_tensors_is_refused_when_opened(ki
 
 @pytest.mark.parametrize("kind", TWO)
 def test_tensors_that_merely_have_the_names_of_parts_are_plain(kind: str, tmp_path: Path) -> None:
-    own = ("router.scales", "router.bias", "altup.biases", "norm.scale", "norm.bias", "embed_tokens.weight", "gate.weight")
-    plain = {name: np.ones((8, 4), _F32) for name in (*own, "gate.scales", "gate.biases", "gate.weight_scale")}
+    unrelated = (
+        "router.scales",
+        "router.bias",
+        "altup.biases",
+        "norm.scale",
+        "norm.bias",
+        "embed_tokens.weight",
+        "gate.weight",
+    )
+    plain = {name: np.ones((8, 4), _F32) for name in (*unrelated, "gate.scales", "gate.biases", "gate.weight_scale")}
     with opened(tmp_path, changed(TWO[kind], plain)) as checkpoint:
         assert {*checkpoint.specs} == {*plain, *TWO[kind].plain}
 
@@ -450,9 +458,9 @@ def test_bits_and_groups_that_shapes_do_not_tell_are_refused(
 
 
 def test_mlx_modules_may_have_settings_of_their_own(tmp_path: Path) -> None:
-    own = {"b": {"bits": 8, "group_size": 32}, "c": {"bits": 8}, "d": False}
+    overrides = {"b": {"bits": 8, "group_size": 32}, "c": {"bits": 8}, "d": False}
     eight = mlx((8, 64), bits=8, group_size=32, name="b"), mlx((8, 64), bits=8, name="c")
-    case = joined(mlx((8, 64), bits=2, group_size=32, name="a", **own), *eight)
+    case = joined(mlx((8, 64), bits=2, group_size=32, name="a", **overrides), *eight)
     case = replace(case, tensors={**case.tensors, "d.bias": np.ones(8, np.float16)})
     with opened(tmp_path, case) as checkpoint:
         for name, plain in case.plain.items():
@@ -740,26 +748,26 @@ def test_a_merge_with_a_plain_model_has_the_bytes_of_that_of_the_dequantised_twi
         rng = np.random.default_rng(6)
         other = {name: rng.normal(size=spec.shape).astype(BF16) for name, spec in checkpoint.specs.items()}
     write_checkpoint(tmp_path / "other", other, LLAMA)
-    found = []
+    outputs = []
     for model in (quantised, twin):
         models = [{"model": str(path), "parameters": {"weight": 0.5}} for path in (model, tmp_path / "other")]
         out = tmp_path / f"out-{model.name}"
         weightsmith.merge({"merge_method": "linear", "models": models, "dtype": "bfloat16"}, out, fsync=False)
-        found.append([(out / name).read_bytes() for name in ("model.safetensors", "config.json")])
-    assert found[0] == found[1]
+        outputs.append([(out / name).read_bytes() for name in ("model.safetensors", "config.json")])
+    assert outputs[0] == outputs[1]
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_dequantised_model_is_the_plain_one_in_the_dtype_that_loaders_compute_in(kind: str, tmp_path: Path) -> None:
     quantised, twin = llama(tmp_path, kind)
     weightsmith.dequantize(quantised, tmp_path / "out", fsync=False)
-    with open_checkpoint(tmp_path / "out") as found, open_checkpoint(twin) as plain:
-        assert found.config == LLAMA
-        assert list(found.specs) == list(plain.specs)
-        for name in found.specs:
+    with open_checkpoint(tmp_path / "out") as checkpoint, open_checkpoint(twin) as plain:
+        assert checkpoint.config == LLAMA
+        assert list(checkpoint.specs) == list(plain.specs)
+        for name in checkpoint.specs:
             expected = plain.read(name)
             expected = expected.astype(BF16) if name.endswith("proj.weight") else expected
-            assert found.read(name).tobytes() == expected.tobytes(), name
+            assert checkpoint.read(name).tobytes() == expected.tobytes(), name
 
 
 @pytest.mark.parametrize(

@@ -78,11 +78,11 @@ def numbers(*shape: int) -> np.ndarray:
 
 def scaled(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """float32: each block of codes times its scale; the last two axes are those of a matrix."""
-    found = values(codes)
+    decoded = values(codes)
     factors = 2.0 ** (scales.astype(np.float64) - 127) if scales.dtype == np.uint8 else scales.astype(np.float64)
     for axis in (-2, -1):
-        factors = np.repeat(factors, -(-found.shape[axis] // factors.shape[axis]), axis)
-    return (found * factors[..., : found.shape[-2], : found.shape[-1]]).astype(np.float32)
+        factors = np.repeat(factors, -(-decoded.shape[axis] // factors.shape[axis]), axis)
+    return (decoded * factors[..., : decoded.shape[-2], : decoded.shape[-1]]).astype(np.float32)
 
 
 def opened(folder: Path, entry: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -227,9 +227,9 @@ for _name in ("gate and up stacked", "AutoRound FP8 by block", "fbgemm gate and 
 @pytest.mark.parametrize("name", CASES)
 def test_weights_are_codes_times_scales(name: str, tmp_path: Path) -> None:
     entry, tensors, plain = CASES[name]
-    found = opened(tmp_path, entry, tensors)
-    assert list(found) == ["q.weight"]
-    np.testing.assert_array_equal(found["q.weight"], plain)
+    weights = opened(tmp_path, entry, tensors)
+    assert list(weights) == ["q.weight"]
+    np.testing.assert_array_equal(weights["q.weight"], plain)
 
 
 @pytest.mark.parametrize(
@@ -250,9 +250,9 @@ def test_experts_may_be_stacked_without_the_end_of_the_name(tmp_path: Path) -> N
     _, tensors, plain = CASES["stacked experts"]
     stored = {"experts.down_proj": tensors["q.weight"], "experts.down_proj_scale_inv": tensors["q.weight_scale_inv"]}
     stored["experts.down_proj_activation_scale"] = np.ones(2, np.float32)
-    found = opened(tmp_path, FP8, stored)
-    assert list(found) == ["experts.down_proj"]
-    np.testing.assert_array_equal(found["experts.down_proj"], plain)
+    weights = opened(tmp_path, FP8, stored)
+    assert list(weights) == ["experts.down_proj"]
+    np.testing.assert_array_equal(weights["experts.down_proj"], plain)
 
 
 def test_any_part_of_stacked_experts_is_the_same(tmp_path: Path) -> None:
@@ -411,8 +411,8 @@ def test_what_is_not_read_is_refused_by_name(name: str, tmp_path: Path) -> None:
 
 def test_zeros_of_activations_are_dropped(tmp_path: Path) -> None:
     zeros = {f"q.{end}_zero_point": np.zeros(1, np.int8) for end in ("weight", "input", "output")}
-    found = opened(tmp_path, quark("int8", "per_tensor"), {"q.weight": INT8, "q.weight_scale": ONE, **zeros})
-    assert list(found) == ["q.weight"]
+    weights = opened(tmp_path, quark("int8", "per_tensor"), {"q.weight": INT8, "q.weight_scale": ONE, **zeros})
+    assert list(weights) == ["q.weight"]
 
 
 CACHE_ONLY = {**COMPRESSED, "config_groups": {}, "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"}}

@@ -40,12 +40,12 @@ def stored(name: str, weight: np.ndarray) -> dict[str, np.ndarray]:
     return {out.name: raw.view(out.dtype.numpy).reshape(out.shape) for out, raw in zip(outs, data, strict=True)}
 
 
-def decoded(name: str, found: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def decoded(name: str, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Values and scales [outputs, inputs], float64, as the format is defined: no code of ours."""
-    words, zeros, scales = (found[f"q_proj.{part}"] for part in ("qweight", "qzeros", "scales"))
+    words, zeros, scales = (arrays[f"q_proj.{part}"] for part in ("qweight", "qzeros", "scales"))
     if name.startswith("awq"):
-        of_words = [(each.view(np.uint32)[..., None] >> (4 * np.array(ORDER, np.uint32))) & 15 for each in (words, zeros)]
-        codes, zero = (each.reshape(len(each), -1).astype(np.float64) for each in of_words)
+        of_words = [(packed.view(np.uint32)[..., None] >> (4 * np.array(ORDER, np.uint32))) & 15 for packed in (words, zeros)]
+        codes, zero = (unpacked.reshape(len(unpacked), -1).astype(np.float64) for unpacked in of_words)
     else:
         bits = int(name[5])
         shifts = np.arange(0, 32, bits, dtype=np.uint32)
@@ -64,11 +64,11 @@ def decoded(name: str, found: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.
 @pytest.mark.parametrize("name", WRITTEN)
 def test_the_bytes_are_those_that_gptqmodel_decodes(name: str) -> None:
     case = CASES[WRITTEN[name]]()
-    found = stored(f"{name}-g32", WEIGHT)
-    assert list(found) == list(case.tensors)
+    arrays = stored(f"{name}-g32", WEIGHT)
+    assert list(arrays) == list(case.tensors)
     for tensor, array in case.tensors.items():
-        assert (found[tensor].dtype, found[tensor].shape) == (array.dtype, array.shape)
-        assert found[tensor].tobytes() == array.tobytes(), tensor
+        assert (arrays[tensor].dtype, arrays[tensor].shape) == (array.dtype, array.shape)
+        assert arrays[tensor].tobytes() == array.tobytes(), tensor
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -132,9 +132,9 @@ def test_a_merge_stored_in_the_format_is_the_merge_and_then_the_format(name: str
     for number in (1, 2):
         run(plan, tmp_path / "parts", part=(number, 2), fsync=False)
     run(plan, tmp_path / "parts", fsync=False)
-    files = [(tmp_path / made / "model.safetensors").read_bytes() for made in ("once", "then", "parts")]
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("once", "then", "parts")]
     assert files[0] == files[1] == files[2]
-    configs = [json.loads((tmp_path / made / "config.json").read_text()) for made in ("once", "then")]
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("once", "then")]
     assert configs[0] == configs[1]
 
 
@@ -164,8 +164,8 @@ def write_model(folder: Path, shapes: Mapping[str, tuple[int, int]], **config: A
 
 def entry_of(model: str, format: str, **options: Any) -> dict[str, Any]:
     plan = weightsmith.plan({"merge_method": "passthrough", "models": [{"model": model}]}, quantize=format, **options)
-    found: dict[str, Any] = (plan.config or {})["quantization_config"]
-    return json.loads(json.dumps(found))  # type: ignore[no-any-return]
+    entry: dict[str, Any] = (plan.config or {})["quantization_config"]
+    return json.loads(json.dumps(entry))  # type: ignore[no-any-return]
 
 
 ATTENTION = {f"self_attn.{part}_proj": (64, 64) for part in "qkvo"}
@@ -175,8 +175,8 @@ EXPERTS = {
 }
 
 
-def layers(*each: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
-    return {f"{i}.{name}": shape for i, layer in enumerate(each) for name, shape in layer.items()}
+def layers(*per_layer: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+    return {f"{i}.{name}": shape for i, layer in enumerate(per_layer) for name, shape in layer.items()}
 
 
 def in_gptq_of_sglang(entry: Mapping[str, Any], module: str) -> bool:

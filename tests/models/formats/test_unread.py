@@ -32,11 +32,11 @@ def described(**tensors: tuple[str, tuple[int, ...]]) -> str | None:
 )
 @pytest.mark.parametrize(("codes", "shape"), [("F8_E4M3", (64, 32)), ("F8_E5M2", (64, 32)), ("F8_E4M3", (8, 4, 3, 3))])
 def test_float8_beside_a_scale_of_any_name_is_codes(scale: str, codes: str, shape: tuple[int, ...]) -> None:
-    found = described(**{f"{X}.weight": (codes, shape), X + scale: ("F32", ()), f"{X}.bias": ("BF16", (64,))})
-    assert found is not None
-    assert f"{codes} codes" in found
-    assert f"'{X}{scale}' F32 []" in found
-    assert f"(tensor '{X}.weight')" in found
+    description = described(**{f"{X}.weight": (codes, shape), X + scale: ("F32", ()), f"{X}.bias": ("BF16", (64,))})
+    assert description is not None
+    assert f"{codes} codes" in description
+    assert f"'{X}{scale}' F32 []" in description
+    assert f"(tensor '{X}.weight')" in description
 
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "F16", "F64"])
@@ -81,8 +81,8 @@ def test_weights_in_a_dtype_that_is_not_decoded_are_named() -> None:
 @pytest.mark.parametrize("dtype", ["I8", "U8", "I16", "I32", "U32", "I64"])
 @pytest.mark.parametrize("leaf", ["weight", "gate_up_proj", "in_proj_weight", "weight_scale"])
 def test_a_matrix_of_integers_under_the_name_of_a_weight_is_codes(dtype: str, leaf: str) -> None:
-    found = described(**{f"{X}.{leaf}": (dtype, (8, 8))})
-    assert found == f"{dtype} codes in an unknown layout (tensor '{X}.{leaf}')"
+    description = described(**{f"{X}.{leaf}": (dtype, (8, 8))})
+    assert description == f"{dtype} codes in an unknown layout (tensor '{X}.{leaf}')"
 
 
 @pytest.mark.parametrize(

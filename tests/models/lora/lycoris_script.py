@@ -50,24 +50,28 @@ def wrapped(case: str, flat: str, module: Any) -> Any:
             return None
         kind, settings = "norms.NormModule", {}
     file, _, name = kind.partition(".")
-    made = getattr(import_module(f"lycoris.modules.{file}"), name)(flat, module, lora_dim=2, **settings)
-    made.eval()
-    for key, parameter in made.named_parameters():
+    wrapper = getattr(import_module(f"lycoris.modules.{file}"), name)(flat, module, lora_dim=2, **settings)
+    wrapper.eval()
+    for key, parameter in wrapper.named_parameters():
         if not key.startswith("org_"):
             parameter.data = parameter.data + 0.5 * torch.randn_like(parameter)
-    return made
+    return wrapper
 
 
-def trained(made: Any, module: Any) -> tuple[dict[str, Any], Any, Any]:
+def trained(wrapper: Any, module: Any) -> tuple[dict[str, Any], Any, Any]:
     """What LyCORIS stores of a module, and the weight and the bias that it computes with (None: the module's own)."""
-    name = type(made).__name__
+    name = type(wrapper).__name__
     if name == "NormModule":
-        return {"w_norm": made.w_norm, "b_norm": made.b_norm}, module.weight + made.w_norm, module.bias + made.b_norm
+        return (
+            {"w_norm": wrapper.w_norm, "b_norm": wrapper.b_norm},
+            module.weight + wrapper.w_norm,
+            module.bias + wrapper.b_norm,
+        )
     if name == "FullModule":
-        return {"diff": made.weight, "diff_b": made.bias}, *made.get_merged_weight(shape=module.weight.shape)
+        return {"diff": wrapper.weight, "diff_b": wrapper.bias}, *wrapper.get_merged_weight(shape=module.weight.shape)
     if name == "LohaModule":  # get_merged_weight of 4.1.3 multiplies with alpha / rank twice
-        return made.custom_state_dict(), module.weight + made.get_weight(module.weight.shape), None
-    return made.custom_state_dict(), *made.get_merged_weight(shape=module.weight.shape)
+        return wrapper.custom_state_dict(), module.weight + wrapper.get_weight(module.weight.shape), None
+    return wrapper.custom_state_dict(), *wrapper.get_merged_weight(shape=module.weight.shape)
 
 
 def main(folder: Path) -> None:
@@ -83,10 +87,10 @@ def main(folder: Path) -> None:
         tensors, merged = {}, dict(base)
         for name, module in modules.items():
             flat = f"lora_unet_{name.replace('.', '_')}"
-            if (made := wrapped(case, flat, module)) is None:
+            if (wrapper := wrapped(case, flat, module)) is None:
                 continue
             with torch.no_grad():
-                stored, weight, bias = trained(made, module)
+                stored, weight, bias = trained(wrapper, module)
             tensors |= {f"{flat}.{key}": value.detach().clone().contiguous() for key, value in stored.items()}
             merged[f"{name}.weight"] = weight.detach().clone().contiguous()
             merged[f"{name}.bias"] = (module.bias if bias is None else bias).detach().clone()

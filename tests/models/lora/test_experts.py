@@ -36,22 +36,22 @@ def apart(
     """The same experts as matrices of their own."""
     both, down = tensors.values()
     where = f"{MLP}.experts" if names[0] == "gate_proj" else "model.layers.0.block_sparse_moe.experts"
-    found = {}
+    pieces = {}
     for e in range(E):
         parts = (both[e, : both.shape[1] // 2], both[e, both.shape[1] // 2 :], down[e])
-        found |= {f"{where}.{e}.{name}.weight": np.ascontiguousarray(part) for name, part in zip(names, parts, strict=True)}
-    return found
+        pieces |= {f"{where}.{e}.{name}.weight": np.ascontiguousarray(part) for name, part in zip(names, parts, strict=True)}
+    return pieces
 
 
 def stacked(tensors: dict[str, np.ndarray], *, swapped: bool = False) -> dict[str, np.ndarray]:
     """Factors of both parameters; swapped: in the layout that takes all of them for [E, inputs, outputs]."""
-    found = {}
+    stored_factors = {}
     for level, (name, weight) in zip((".base_layer", ""), tensors.items(), strict=True):
         _, rows, cols = weight.shape
         inputs, outputs = (rows, cols) if swapped else (cols, rows)
-        found[f"{P}{MLP}.experts{level}.lora_A.weight"] = normal(E * R, inputs, seed=len(name))
-        found[f"{P}{MLP}.experts{level}.lora_B.weight"] = normal(outputs, R * E, seed=len(name) + 1)
-    return found
+        stored_factors[f"{P}{MLP}.experts{level}.lora_A.weight"] = normal(E * R, inputs, seed=len(name))
+        stored_factors[f"{P}{MLP}.experts{level}.lora_B.weight"] = normal(outputs, R * E, seed=len(name) + 1)
+    return stored_factors
 
 
 def delta(factors_of: dict[str, np.ndarray], level: str, *, swapped: bool) -> np.ndarray:
@@ -69,11 +69,11 @@ def test_both_of_peft_s_layouts_of_experts_are_known_by_their_shapes(
 ) -> None:
     tensors = fused(transposed=transposed)
     model = write_checkpoint(tmp_path / "base", tensors, CONFIG)
-    lora = adapter(tmp_path / "a", own := stacked(tensors, swapped=swapped), r=R, target_parameters=targets)
-    found = baked(model, lora, tmp_path / "out")
+    lora = adapter(tmp_path / "a", lora_tensors := stacked(tensors, swapped=swapped), r=R, target_parameters=targets)
+    weights = baked(model, lora, tmp_path / "out")
     for level, (name, weight) in zip((".base_layer", ""), tensors.items(), strict=True):
-        want = weight + delta(own, level, swapped=swapped)
-        assert as_bytes(found[name]) == as_bytes(want.astype(np.float32))
+        want = weight + delta(lora_tensors, level, swapped=swapped)
+        assert as_bytes(weights[name]) == as_bytes(want.astype(np.float32))
 
 
 @pytest.mark.parametrize("swapped", [False, True], ids=["modern", "legacy"])
@@ -83,24 +83,30 @@ def test_factors_of_fused_experts_are_applied_to_experts_that_are_apart(
 ) -> None:
     tensors = fused()
     model = write_checkpoint(tmp_path / "base", apart(tensors, names), CONFIG)
-    lora = adapter(tmp_path / "a", own := stacked(tensors, swapped=swapped), r=R, target_parameters=TARGETS)
-    found = baked(model, lora, tmp_path / "out")
+    lora = adapter(tmp_path / "a", lora_tensors := stacked(tensors, swapped=swapped), r=R, target_parameters=TARGETS)
+    weights = baked(model, lora, tmp_path / "out")
     levels = zip((".base_layer", ""), tensors.items(), strict=True)
-    merged = {n: (w + delta(own, level, swapped=swapped)).astype(np.float32) for level, (n, w) in levels}
-    assert {n: as_bytes(a) for n, a in found.items()} == {n: as_bytes(a) for n, a in apart(merged, names).items()}
+    merged = {n: (w + delta(lora_tensors, level, swapped=swapped)).astype(np.float32) for level, (n, w) in levels}
+    assert {n: as_bytes(a) for n, a in weights.items()} == {n: as_bytes(a) for n, a in apart(merged, names).items()}
 
 
 @pytest.mark.parametrize("names", [("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")])
 def test_factors_of_experts_that_are_apart_are_applied_to_fused_ones(names: tuple[str, str, str], tmp_path: Path) -> None:
     tensors = fused()
-    own = {k: v for n, w in apart(tensors, names).items() for k, v in factors(n.removesuffix(".weight"), *w.shape, R).items()}
-    own = {name.replace("block_sparse_moe", "mlp"): array for name, array in own.items() if ".experts.1." not in name}
-    lora = adapter(tmp_path / "a", own, r=R)
-    found = baked(write_checkpoint(tmp_path / "base", tensors, CONFIG), lora, tmp_path / "out")
+    lora_tensors = {
+        k: v for n, w in apart(tensors, names).items() for k, v in factors(n.removesuffix(".weight"), *w.shape, R).items()
+    }
+    lora_tensors = {
+        name.replace("block_sparse_moe", "mlp"): array for name, array in lora_tensors.items() if ".experts.1." not in name
+    }
+    lora = adapter(tmp_path / "a", lora_tensors, r=R)
+    weights = baked(write_checkpoint(tmp_path / "base", tensors, CONFIG), lora, tmp_path / "out")
     for name, want in apart(tensors, names).items():
-        if (factor := f"{P}{name.replace('block_sparse_moe', 'mlp').removesuffix('.weight')}.lora_A.weight") in own:
-            want += (4.0 * own[factor.replace("_A", "_B")].astype(np.float64) @ own[factor]).astype(np.float32)
-        np.testing.assert_allclose(apart({n: found[n] for n in tensors}, names)[name], want, rtol=1e-6, atol=1e-6)
+        if (factor := f"{P}{name.replace('block_sparse_moe', 'mlp').removesuffix('.weight')}.lora_A.weight") in lora_tensors:
+            want += (4.0 * lora_tensors[factor.replace("_A", "_B")].astype(np.float64) @ lora_tensors[factor]).astype(
+                np.float32
+            )
+        np.testing.assert_allclose(apart({n: weights[n] for n in tensors}, names)[name], want, rtol=1e-6, atol=1e-6)
 
 
 def listed(experts: int = E) -> dict[str, np.ndarray]:
@@ -116,12 +122,12 @@ def test_factors_of_experts_that_unsloth_has_in_lists(tmp_path: Path) -> None:
     tensors = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
     model = write_checkpoint(tmp_path / "base", tensors, {"model_type": "gpt_oss"})
     lists = listed()
-    found = baked(model, adapter(tmp_path / "a", lists, r=R), tmp_path / "out")
+    weights = baked(model, adapter(tmp_path / "a", lists, r=R), tmp_path / "out")
     for name, before in tensors.items():
         for e in range(E):
             module = f"{P}{name}s.{e}"
             update = 4.0 * lists[f"{module}.lora_B.weight"].astype(np.float64) @ lists[f"{module}.lora_A.weight"]
-            np.testing.assert_allclose(found[name][e], before[e] + update.T, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(weights[name][e], before[e] + update.T, rtol=1e-5, atol=1e-5)
     problem = str(refusal(model, adapter(tmp_path / "b", listed(E + 1), r=R)))
     assert (
         f"{E} of [{W}, {H}] in {MLP}.experts.down_proj of the base, and the adapter is for expert {E} of [{W}, {H}]" in problem
@@ -133,8 +139,8 @@ def test_factors_of_experts_that_unsloth_has_in_lists(tmp_path: Path) -> None:
 def test_any_run_of_bytes_of_experts_is_that_run_of_the_whole(tmp_path: Path) -> None:
     tensors = fused()
     model = write_checkpoint(tmp_path / "base", {n: a.astype(BF16) for n, a in tensors.items()}, CONFIG)
-    own = {k: v for k, v in stacked(tensors).items() if ".base_layer." not in k}
-    lora = adapter(tmp_path / "a", own, r=R, target_parameters=TARGETS[1:])
+    lora_tensors = {k: v for k, v in stacked(tensors).items() if ".base_layer." not in k}
+    lora = adapter(tmp_path / "a", lora_tensors, r=R, target_parameters=TARGETS[1:])
     name = f"{MLP}.experts.down_proj"
     with weightsmith.open_checkpoint(model) as plain, apply_adapter(plain, open_adapter(str(lora)), "x") as checkpoint:
         whole = as_bytes(checkpoint.read(name))
@@ -146,27 +152,27 @@ def test_any_run_of_bytes_of_experts_is_that_run_of_the_whole(tmp_path: Path) ->
 
 def test_what_is_no_adapter_of_these_experts(tmp_path: Path) -> None:
     square = fused(inner=H)
-    own = {k: v for k, v in stacked(square).items() if ".base_layer." not in k}
+    lora_tensors = {k: v for k, v in stacked(square).items() if ".base_layer." not in k}
     config: dict[str, Any] = {"r": R, "target_parameters": TARGETS[1:]}
     model = write_checkpoint(tmp_path / "square", square, CONFIG)
-    problem = str(refusal(model, adapter(tmp_path / "a", own, **config)))
+    problem = str(refusal(model, adapter(tmp_path / "a", lora_tensors, **config)))
     assert f"{MLP}.experts: both of PEFT's layouts of experts fit its matrices, and adapter_config.json has no" in problem
     assert "Write the version of PEFT that saved the adapter" in problem
-    problem = str(refusal(model, adapter(tmp_path / "a", own, **config, peft_version="0.19.0.dev0@abc")))
+    problem = str(refusal(model, adapter(tmp_path / "a", lora_tensors, **config, peft_version="0.19.0.dev0@abc")))
     assert "peft_version '0.19.0.dev0@abc' does not tell them apart" in problem
     model = write_checkpoint(tmp_path / "base", fused(), CONFIG)
-    problem = str(refusal(model, adapter(tmp_path / "a", own, **config)))
+    problem = str(refusal(model, adapter(tmp_path / "a", lora_tensors, **config)))
     assert f"A and B [6, 24] and [24, 6]; the base has there {MLP}.experts.down_proj [3, 24, 10]" in problem
-    problem = str(refusal(base(tmp_path / "dense"), adapter(tmp_path / "a", own, **config)))
+    problem = str(refusal(base(tmp_path / "dense"), adapter(tmp_path / "a", lora_tensors, **config)))
     assert f"{MLP}.experts has in the base no down_proj of several experts" in problem
-    problem = str(refusal(model, adapter(tmp_path / "b", own, r=R, target_parameters="down_proj")))
+    problem = str(refusal(model, adapter(tmp_path / "b", lora_tensors, r=R, target_parameters="down_proj")))
     assert "target_parameters is 'down_proj', not a list of names" in problem
     one = factors(f"{MLP}.experts.1.down_proj", H, W, R)
-    own = {k: v for k, v in stacked(fused()).items() if ".base_layer." not in k}
+    lora_tensors = {k: v for k, v in stacked(fused()).items() if ".base_layer." not in k}
     config = {"r": R, "target_parameters": TARGETS[1:]}
     for tensors in (fused(), apart(fused(), ("gate_proj", "up_proj", "down_proj"))):
         both = write_checkpoint(tmp_path / f"{len(tensors)}", tensors, CONFIG)
-        problem = str(refusal(both, adapter(tmp_path / "both", own | one, **config)))
+        problem = str(refusal(both, adapter(tmp_path / "both", lora_tensors | one, **config)))
         assert "down_proj" in problem
         assert "the adapter has factors for it under several names" in problem
     same = {f"{MLP}.experts.{name}": normal(E, 8, H) for name in ("one", "two")}
@@ -202,11 +208,11 @@ def test_experts_are_merged_as_peft_merges_them(name: str, tmp_path: Path) -> No
     want = load_file(tmp_path / "peft/model.safetensors")
     before = load_file(tmp_path / "base/model.safetensors")
     assert sum((want[n] != before[n]).any() for n in want) > 2
-    found = baked(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
-    assert found.keys() == want.keys()
+    weights = baked(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    assert weights.keys() == want.keys()
     short = baked(tmp_path / "base", tmp_path / "adapter", tmp_path / "short", dtype="bfloat16")
     for tensor, array in want.items():
-        np.testing.assert_allclose(found[tensor], array, rtol=2e-7, atol=1e-9, err_msg=tensor)
+        np.testing.assert_allclose(weights[tensor], array, rtol=2e-7, atol=1e-9, err_msg=tensor)
         if short[tensor].dtype == BF16:
             ulp = np.exp2(np.floor(np.log2(np.maximum(np.abs(array), 1e-30))) - 7)
             assert (np.abs(short[tensor].astype(np.float64) - array) <= ulp).all(), tensor
@@ -225,8 +231,8 @@ def test_names_that_trainers_add_to_are_read(tmp_path: Path) -> None:
     renamed[f"{P}lm_head.modules_to_save.default.weight"] = saved
     renamed[f"{P}lm_head.original_module.weight"] = normal(50, H, seed=5)
     want = baked(model, adapter(tmp_path / "a", plain | {f"{P}lm_head.weight": saved}), tmp_path / "one")
-    found = baked(model, adapter(tmp_path / "b", renamed), tmp_path / "two")
-    assert {n: as_bytes(a) for n, a in found.items()} == {n: as_bytes(a) for n, a in want.items()}
+    weights = baked(model, adapter(tmp_path / "b", renamed), tmp_path / "two")
+    assert {n: as_bytes(a) for n, a in weights.items()} == {n: as_bytes(a) for n, a in want.items()}
 
 
 def kohya(path: Path, modules: dict[str, tuple[int, int]], alpha: float | None = 8.0, start: str = "lora_te_") -> Path:
@@ -244,12 +250,12 @@ def kohya(path: Path, modules: dict[str, tuple[int, int]], alpha: float | None =
 def test_kohya_s_files_are_matched_with_the_base_s_names(alpha: float | None, start: str, tmp_path: Path) -> None:
     model = base(tmp_path / "base", np.float32)
     shapes = {Q.removeprefix("model."): (H, H), DOWN: (H, INNER)}
-    found = baked(model, kohya(tmp_path / "lora.safetensors", shapes, alpha, start), tmp_path / "out")
+    weights = baked(model, kohya(tmp_path / "lora.safetensors", shapes, alpha, start), tmp_path / "out")
     for module, shape in {Q: (H, H), DOWN: (H, INNER)}.items():
         a, b = factors(module.removeprefix("model.") if module == Q else module, *shape).values()
         scaling = 1.0 if alpha is None else alpha / 4
         want = base_tensors()[f"{module}.weight"] + scaling * (b.astype(np.float64) @ a)
-        np.testing.assert_allclose(found[f"{module}.weight"], want, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(weights[f"{module}.weight"], want, rtol=1e-6, atol=1e-6)
 
 
 def test_modules_that_the_base_does_not_have(tmp_path: Path) -> None:

@@ -34,19 +34,19 @@ def pair(shape: tuple[int, ...], rank: int = 2, seed: int = 1) -> tuple[np.ndarr
 
 
 def product(a: np.ndarray, b: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    found: np.ndarray = b.reshape(len(b), -1).astype(float) @ a.reshape(len(a), -1)
-    return found.reshape(shape)
+    matrix: np.ndarray = b.reshape(len(b), -1).astype(float) @ a.reshape(len(a), -1)
+    return matrix.reshape(shape)
 
 
 def check(folder: Path, file: Path, out: Path, changed: dict[str, np.ndarray]) -> None:
     """The model with a file applied is the model with these added."""
     with weightsmith.open_checkpoint(folder) as opened:
         before = {name: opened.read(name) for name in opened}
-    found = baked(folder, file, out)
-    assert found.keys() == before.keys()
+    weights = baked(folder, file, out)
+    assert weights.keys() == before.keys()
     for name, array in before.items():
         want = array + changed.get(name.removesuffix(".weight"), 0)
-        np.testing.assert_allclose(found[name], want, rtol=1e-6, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(weights[name], want, rtol=1e-6, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize(
@@ -160,8 +160,8 @@ def test_a_scale_that_is_in_no_file(tmp_path: Path) -> None:
 def test_peft_s_file_is_opened_with_the_config_beside_it(tmp_path: Path) -> None:
     folder, lora = base(tmp_path / "base", np.float32), adapter(tmp_path / "lora")
     want = baked(folder, lora, tmp_path / "one")
-    found = baked(folder, lora / "adapter_model.safetensors", tmp_path / "two")
-    assert all((found[name] == want[name]).all() for name in want)
+    weights = baked(folder, lora / "adapter_model.safetensors", tmp_path / "two")
+    assert all((weights[name] == want[name]).all() for name in want)
     (lora / "adapter_model.bin").write_bytes(b"")
     assert "adapter_model.safetensors is beside it" in str(refusal(folder, lora / "adapter_model.bin"))
 
@@ -237,7 +237,7 @@ def test_one_matrix_under_two_names(tmp_path: Path) -> None:
 def test_a_file_of_factors_is_no_model(tmp_path: Path) -> None:
     folder, path = model(tmp_path / "base", {"mid.a": (6, 8)}), tmp_path / "a.safetensors"
     save_file(flat("lora_unet_mid_a"), path)
-    models = [{"model": str(each), "parameters": {"weight": 0.5}} for each in (path, folder)]
+    models = [{"model": str(source), "parameters": {"weight": 0.5}} for source in (path, folder)]
     with pytest.raises(PlanError) as caught:
         weightsmith.plan({"merge_method": "linear", "models": models})
     message = str(caught.value.problems[0])

@@ -16,8 +16,8 @@ from weightsmith._models.lora.forms import OTHER_KINDS, PAIRS, find_factors, oth
 def test_every_way_to_name_factors(pair: object) -> None:
     for part, ending in (("A", pair.a), ("B", pair.b)):  # type: ignore[attr-defined]
         assert split_factor(f"unet.mid_block.attn.to_q{ending}") == ("unet.mid_block.attn.to_q", part, pair)
-    found = find_factors(f"layers.0.q{ending}" for ending in (pair.a, pair.b))  # type: ignore[attr-defined]
-    assert (found.modules, found.adapters, found.kinds) == (("layers.0.q",), ("",), ())
+    factor_names = find_factors(f"layers.0.q{ending}" for ending in (pair.a, pair.b))  # type: ignore[attr-defined]
+    assert (factor_names.modules, factor_names.adapters, factor_names.kinds) == (("layers.0.q",), ("",), ())
     assert not find_factors([f"layers.0.q{pair.a}"]).modules  # type: ignore[attr-defined]  # an A alone is a factor of nothing
 
 
@@ -42,8 +42,12 @@ READ = ("hada_", "lokr_", "lora_mid", "diff", "diff_b", "diff_m", "w_norm", "b_n
 
 def test_adapters_with_names_of_their_own() -> None:
     names = [f"layers.0.q.lora_{part}.{name}.weight" for name in ("speech", "default", "vision") for part in "AB"]
-    found = find_factors([*names, "layers.0.q.base_layer.weight"])
-    assert (found.modules, found.adapters, found.layers) == (("layers.0.q",), ("speech", "", "vision"), ("layers.0.q",))
+    factor_names = find_factors([*names, "layers.0.q.base_layer.weight"])
+    assert (factor_names.modules, factor_names.adapters, factor_names.layers) == (
+        ("layers.0.q",),
+        ("speech", "", "vision"),
+        ("layers.0.q",),
+    )
 
 
 @pytest.mark.parametrize("key", [key for key in OTHER_KINDS if key not in READ])

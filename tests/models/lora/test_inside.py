@@ -50,10 +50,10 @@ def dequantised(folder: Path, out: Path) -> Arrays:
         return {name: opened.read(name) for name in opened}
 
 
-def close(found: Arrays, want: Arrays) -> None:
-    assert found.keys() == want.keys()
+def close(weights: Arrays, want: Arrays) -> None:
+    assert weights.keys() == want.keys()
     for name, array in want.items():
-        np.testing.assert_allclose(found[name], array, rtol=1e-6, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(weights[name], array, rtol=1e-6, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize(("adapter", "prefix"), [("default", ""), ("my-lora", ""), ("default", P)])
@@ -72,8 +72,8 @@ def test_a_merge_counts_it_as_the_model_with_the_adapter(tmp_path: Path) -> None
     plan = weightsmith.plan({"merge_method": "linear", "models": models})
     assert any("an adapter that was never merged, and is read with it applied" in warning.what for warning in plan.warnings)
     weightsmith.merge({"merge_method": "linear", "models": models}, tmp_path / "out", fsync=False)
-    found, want = load_file(tmp_path / "out/model.safetensors"), base_tensors()
-    close(found, {name: (expected()[name] + want[name]) / 2 for name in want})
+    weights, want = load_file(tmp_path / "out/model.safetensors"), base_tensors()
+    close(weights, {name: (expected()[name] + want[name]) / 2 for name in want})
 
 
 def test_modules_that_are_saved_whole(tmp_path: Path) -> None:
@@ -141,15 +141,15 @@ def phi(folder: Path, seed: int) -> Path:
     for name in ("speech", "vision"):
         tensors[f"{module}.lora_A.{name}.weight"] = normal(2, 16, seed=seed)
         tensors[f"{module}.lora_B.{name}.weight"] = normal(8, 2, seed=seed)
-    own = {f"{name}_lora": {"r": 2, "lora_alpha": 4} for name in ("speech", "vision")}
-    return write_checkpoint(folder, tensors, {"model_type": "phi4mm", "num_hidden_layers": 1, "vocab_size": 12, **own})
+    loras = {f"{name}_lora": {"r": 2, "lora_alpha": 4} for name in ("speech", "vision")}
+    return write_checkpoint(folder, tensors, {"model_type": "phi4mm", "num_hidden_layers": 1, "vocab_size": 12, **loras})
 
 
 def test_adapters_of_the_architecture_stay_as_they_are_and_are_not_averaged(tmp_path: Path) -> None:
     one, other = phi(tmp_path / "one", 1), phi(tmp_path / "other", 2)
     stored = load_file(one / "model.safetensors")
-    found = dequantised(one, tmp_path / "out")
-    assert all((found[name] == array).all() for name, array in stored.items())
+    weights = dequantised(one, tmp_path / "out")
+    assert all((weights[name] == array).all() for name, array in stored.items())
     models: list[dict[str, Any]] = [{"model": str(path), "parameters": {"weight": 0.5}} for path in (one, other)]
     with pytest.raises(PlanError, match=r"factors of 1 module, such as '.*down_proj' would be merged as weights"):
         weightsmith.plan({"merge_method": "linear", "models": models})
@@ -170,8 +170,8 @@ def test_factors_that_a_model_computes_its_weights_from_stay_too(tmp_path: Path)
         tensors |= {f"{module}.0.lora_A": normal(5, 2, 8, seed=seed), f"{module}.0.lora_B": normal(5, 8, 2, seed=seed)}
         paths.append(write_checkpoint(tmp_path / name, tensors, {"model_type": "xlm-roberta", "num_hidden_layers": 1}))
     stored = load_file(paths[0] / "model.safetensors")
-    found = dequantised(paths[0], tmp_path / "out")
-    assert all((found[name] == array).all() for name, array in stored.items())
+    weights = dequantised(paths[0], tmp_path / "out")
+    assert all((weights[name] == array).all() for name, array in stored.items())
     models = [{"model": str(path), "parameters": {"weight": 0.5}} for path in paths]
     with pytest.raises(PlanError, match="would be merged as weights"):
         weightsmith.plan({"merge_method": "linear", "models": models})
@@ -206,7 +206,7 @@ def test_peft_is_the_judge(dora: bool, tmp_path: Path) -> None:
     (tmp_path / "adapter/adapter_config.json").rename(tmp_path / "half/adapter_config.json")
     save_file({name: tensor.numpy() for name, tensor in tuned.state_dict().items()}, tmp_path / "half/model.safetensors")
     want = {name: tensor.numpy() for name, tensor in tuned.merge_and_unload().state_dict().items()}
-    found = dequantised(tmp_path / "half", tmp_path / "out")
-    assert found.keys() == want.keys()
+    weights = dequantised(tmp_path / "half", tmp_path / "out")
+    assert weights.keys() == want.keys()
     for name, array in want.items():
-        np.testing.assert_allclose(found[name], array, rtol=2e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(weights[name], array, rtol=2e-5, atol=1e-6, err_msg=name)

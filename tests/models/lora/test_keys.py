@@ -56,12 +56,12 @@ def test_convert_to_lora_is_recommended_for_what_it_converts() -> None:
         return layer.supports_lora_conversion is not BaseTunerLayer.supports_lora_conversion
 
     def layers(cls: type) -> set[type]:
-        return {cls}.union(*(layers(each) for each in cls.__subclasses__()))
+        return {cls}.union(*(layers(subclass) for subclass in cls.__subclasses__()))
 
     module_of = {kind.value: PEFT_TYPE_TO_TUNER_MAPPING[kind].__module__.rpartition(".")[0] for kind in peft.PeftType}
     able = {layer.__module__.rpartition(".")[0] for layer in layers(BaseTunerLayer) if converts(layer)}
-    found = {kind for kind, module in module_of.items() if module in able} - {"LORA", "SHIRA", "HIRA"}
-    assert found == keys.CONVERTED_KINDS
+    convertible = {kind for kind, module in module_of.items() if module in able} - {"LORA", "SHIRA", "HIRA"}
+    assert convertible == keys.CONVERTED_KINDS
 
 
 @pytest.mark.parametrize(
@@ -166,16 +166,16 @@ def test_what_peft_merges_as_plain_factors_is_merged_so(init: str, tmp_path: Pat
             parameter.data += torch.randn_like(parameter) * 0.1
     tuned.save_pretrained(tmp_path / "adapter")
     tuned.merge_and_unload().save_pretrained(tmp_path / "peft")
-    found = baked(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    weights = baked(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
     for name, want in load_file(tmp_path / "peft/model.safetensors").items():
-        np.testing.assert_allclose(found[name], want, rtol=2e-6, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(weights[name], want, rtol=2e-6, atol=1e-6, err_msg=name)
 
 
 def test_what_velora_saves_of_its_training_is_left_out(tmp_path: Path) -> None:
     tensors = factors(Q, H, H)
     model = base(tmp_path / "base")
     want = baked(model, adapter(tmp_path / "a", tensors), tmp_path / "one")
-    more = tensors | {f"{P}{Q}.lora_velora_embed": normal(4, 6)}
-    found = baked(model, adapter(tmp_path / "b", more, velora_config={"num_groups": 6}), tmp_path / "two")
-    assert {n: a.tobytes() for n, a in found.items()} == {n: a.tobytes() for n, a in want.items()}
-    assert "lora_velora_embed' is no A or B of a LoRA" in str(refusal(model, adapter(tmp_path / "c", more)))
+    extended = tensors | {f"{P}{Q}.lora_velora_embed": normal(4, 6)}
+    weights = baked(model, adapter(tmp_path / "b", extended, velora_config={"num_groups": 6}), tmp_path / "two")
+    assert {n: a.tobytes() for n, a in weights.items()} == {n: a.tobytes() for n, a in want.items()}
+    assert "lora_velora_embed' is no A or B of a LoRA" in str(refusal(model, adapter(tmp_path / "c", extended)))

@@ -61,10 +61,10 @@ LINEAR: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def llama(transformers: Any, **more: Any) -> Any:
+def llama(transformers: Any, **keys: Any) -> Any:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2}
     sizes = {"vocab_size": TOKENS, "hidden_size": H, "intermediate_size": INNER}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **heads, "tie_word_embeddings": False, **more}))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **heads, "tie_word_embeddings": False, **keys}))
 
 
 def trained(torch: Any, model: Any) -> Any:
@@ -91,10 +91,10 @@ def merged_by_peft(peft: Any, model: Any, folder: Path) -> dict[str, np.ndarray]
     return {name: tensor.detach().float().numpy().copy() for name, tensor in merged.state_dict().items()}
 
 
-def compare(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], before: dict[str, np.ndarray]) -> int:
+def compare(weights: dict[str, np.ndarray], expected: dict[str, np.ndarray], before: dict[str, np.ndarray]) -> int:
     """How many tensors the adapter changes."""
     changed = 0
-    for name, array in found.items():
+    for name, array in weights.items():
         np.testing.assert_allclose(array, expected[name], rtol=3e-6, atol=3e-6, err_msg=name)
         changed += bool((expected[name] != before[name]).any()) if name in before else 1
         assert (array != before.get(name, 0)).any() == (expected[name] != before.get(name, 0)).any(), name
@@ -108,8 +108,8 @@ def test_applying_an_adapter_is_peft_s_merge(name: str, tmp_path: Path) -> None:
     torch, peft, transformers = saved_by_peft(name, tmp_path, "adapter")
     fresh = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     expected = merged_by_peft(peft, fresh, tmp_path / "adapter")
-    found = baked(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
-    assert compare(found, expected, load_file(tmp_path / "base/model.safetensors")) >= (
+    weights = baked(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    assert compare(weights, expected, load_file(tmp_path / "base/model.safetensors")) >= (
         1 if "token" in name or "embed" in name else 3
     )
 
@@ -138,8 +138,8 @@ def test_weights_that_are_stored_inputs_first(kind: str, settings: dict[str, Any
     trained(torch, peft.get_peft_model(model, config)).save_pretrained(tmp_path / "adapter")
     fresh = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "base", dtype=torch.float32)
     expected = merged_by_peft(peft, fresh, tmp_path / "adapter")
-    found = baked(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
-    assert compare(found, expected, load_file(tmp_path / "base/model.safetensors")) == (3 if kind == "IA3Config" else 2)
+    weights = baked(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    assert compare(weights, expected, load_file(tmp_path / "base/model.safetensors")) == (3 if kind == "IA3Config" else 2)
 
 
 @pytest.mark.slow
@@ -181,8 +181,8 @@ def test_convolutions(kind: str, settings: dict[str, Any], tmp_path: Path) -> No
     fresh = Convolutions()
     fresh.load_state_dict({name: torch.from_numpy(array.copy()) for name, array in tensors.items()})
     expected = merged_by_peft(peft, fresh, tmp_path / "adapter")
-    found = baked(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
-    assert compare(found, expected, tensors) >= len(targets)
+    weights = baked(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    assert compare(weights, expected, tensors) >= len(targets)
 
 
 def two_modules(kind: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -247,7 +247,7 @@ def test_boft_with_two_butterfly_factors(tmp_path: Path) -> None:
     tensors, config = two_modules("boft")
     model, lora = base(tmp_path / "base", np.float32), adapter(tmp_path / "adapter", tensors)
     (lora / "adapter_config.json").write_text(json.dumps(config))
-    found = baked(model, lora, tmp_path / "out")
+    weights = baked(model, lora, tmp_path / "out")
     name = "model.layers.1.mlp.up_proj"
     turns, scales = (torch.from_numpy(tensors[f"{P}{name}.boft_{part}"]) for part in "Rs")
     helper = of_peft.BOFTLayer
@@ -260,7 +260,7 @@ def test_boft_with_two_butterfly_factors(tmp_path: Path) -> None:
     with weightsmith.open_checkpoint(model) as opened:
         weight = torch.from_numpy(opened.read(f"{name}.weight").copy())
     expected = (rotation @ weight.T).T * scales
-    np.testing.assert_allclose(found[f"{name}.weight"], expected.numpy(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(weights[f"{name}.weight"], expected.numpy(), rtol=1e-4, atol=1e-5)
     assert peft
 
 
@@ -379,10 +379,10 @@ def test_loha_and_lokr_in_one_file(prefix: str, flat: bool, alpha: float | None,
     names = [f"transformer_blocks.0.attn.{part}.weight" for part in ("to_q", "to_k", "to_v")]
     model = write_checkpoint(tmp_path / "base", {name: normal(6, 8, seed=i) for i, name in enumerate(names)}, {})
     deltas = in_one_file(tmp_path / "style.safetensors", prefix, flat=flat, alpha=alpha)
-    found = baked(model, tmp_path / "style.safetensors", tmp_path / "out")
+    weights = baked(model, tmp_path / "style.safetensors", tmp_path / "out")
     before = load_file(model / "model.safetensors")
     for name, delta in zip(names, (*deltas, 0 * deltas[0]), strict=True):
-        np.testing.assert_allclose(found[name], before[name] + delta, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(weights[name], before[name] + delta, rtol=1e-6, atol=1e-6)
 
 
 # ---- kinds that are a LoRA: they merge with others, and are converted
@@ -429,10 +429,10 @@ def test_a_kind_that_is_a_lora_merges_with_one(name: str, tmp_path: Path) -> Non
         else weighted(tmp_path / "one", tmp_path / "two")
     )
     weightsmith.merge(recipe, tmp_path / "both", progress=False, fsync=False)
-    found = baked(tmp_path / "base", tmp_path / "both", tmp_path / "out")
+    weights = baked(tmp_path / "base", tmp_path / "both", tmp_path / "out")
     for tensor, values in before.items():
         expected = values + 0.7 * (one[tensor] - values) - 0.4 * (two[tensor] - values)
-        np.testing.assert_allclose(found[tensor], expected, rtol=1e-5, atol=1e-5, err_msg=tensor)
+        np.testing.assert_allclose(weights[tensor], expected, rtol=1e-5, atol=1e-5, err_msg=tensor)
     plan = weightsmith.plan(recipe)
     weightsmith.run(plan, tmp_path / "again", progress=False, fsync=False)
     stored = "adapter_model.safetensors"
@@ -452,10 +452,10 @@ def test_loha_and_lokr_in_one_file_merge(tmp_path: Path) -> None:
     in_one_file(tmp_path / "other.safetensors", "lora_unet_", flat=True)
     recipe = weighted(tmp_path / "style.safetensors", tmp_path / "other.safetensors")
     weightsmith.merge(recipe, tmp_path / "both", progress=False, fsync=False)
-    found = baked(model, tmp_path / "both/lora.safetensors", tmp_path / "out")
+    weights = baked(model, tmp_path / "both/lora.safetensors", tmp_path / "out")
     before = load_file(model / "model.safetensors")
     for name, delta in zip(names, (*deltas, 0 * deltas[0]), strict=True):
-        np.testing.assert_allclose(found[name], before[name] + 0.3 * delta, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(weights[name], before[name] + 0.3 * delta, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [name for name in ROW_WISE if KINDS.get(name).exact is None])

@@ -44,30 +44,30 @@ BOTH = dict.fromkeys(("gate_up_proj", "down_proj"), GROUPED)
 @pytest.mark.parametrize("marks", [{"lora_B_layout": GROUPED}, marked(**BOTH), {"lora_B_layout": GROUPED, **marked(**BOTH)}])
 def test_a_b_that_is_grouped_by_expert_is_read_so(marks: dict[str, Any], swapped: bool, store: str, tmp_path: Path) -> None:
     tensors = fused()
-    own = stacked(tensors, swapped=swapped)
+    lora_tensors = stacked(tensors, swapped=swapped)
     model = write_checkpoint(tmp_path / "base", tensors if store == "fused" else apart(tensors, GATED), CONFIG)
-    lora = adapter(tmp_path / "a", by_expert(own), r=R, target_parameters=TARGETS, **marks)
-    found = baked(model, lora, tmp_path / "out")
+    lora = adapter(tmp_path / "a", by_expert(lora_tensors), r=R, target_parameters=TARGETS, **marks)
+    weights = baked(model, lora, tmp_path / "out")
     levels = zip((".base_layer", ""), tensors.items(), strict=True)
-    want = {n: (w + delta(own, level, swapped=swapped)).astype(np.float32) for level, (n, w) in levels}
+    want = {n: (w + delta(lora_tensors, level, swapped=swapped)).astype(np.float32) for level, (n, w) in levels}
     want = want if store == "fused" else apart(want, GATED)
-    assert {n: as_bytes(a) for n, a in found.items()} == {n: as_bytes(a) for n, a in want.items()}
+    assert {n: as_bytes(a) for n, a in weights.items()} == {n: as_bytes(a) for n, a in want.items()}
 
 
 @pytest.mark.parametrize("marks", [{}, {"lora_B_layout": RANK_MAJOR}, {"auto_mapping": {"unsloth_fixed": True}}])
 def test_one_parameter_may_be_grouped_and_another_not(marks: dict[str, Any], tmp_path: Path) -> None:
     tensors = fused()
-    own = stacked(tensors)
-    mixed = {name: by_expert(own)[name] if ".base_layer." in name else a for name, a in own.items()}
+    lora_tensors = stacked(tensors)
+    mixed = {name: by_expert(lora_tensors)[name] if ".base_layer." in name else a for name, a in lora_tensors.items()}
     if "lora_B_layout" in marks:
-        layouts, factors_of = marked(gate_up_proj=RANK_MAJOR), own
+        layouts, factors_of = marked(gate_up_proj=RANK_MAJOR), lora_tensors
     else:
         layouts, factors_of = marked(gate_up_proj=GROUPED, down_proj=RANK_MAJOR), mixed
     model = write_checkpoint(tmp_path / "base", tensors, CONFIG)
     lora = adapter(tmp_path / "a", factors_of, r=R, target_parameters=TARGETS, **layouts, **marks)
-    found = baked(model, lora, tmp_path / "out")
+    weights = baked(model, lora, tmp_path / "out")
     for level, (name, weight) in zip((".base_layer", ""), tensors.items(), strict=True):
-        assert as_bytes(found[name]) == as_bytes((weight + delta(own, level, swapped=False)).astype(np.float32))
+        assert as_bytes(weights[name]) == as_bytes((weight + delta(lora_tensors, level, swapped=False)).astype(np.float32))
 
 
 @pytest.mark.parametrize(
@@ -143,12 +143,14 @@ def test_up_and_down_without_gates_are_told_apart_by_the_version(
 ) -> None:
     tensors = up_and_down(inner)
     config = {"r": R, "target_parameters": ["experts.up_proj", "experts.down_proj"]}
-    own = stacked(tensors, swapped=swapped)
+    lora_tensors = stacked(tensors, swapped=swapped)
     model = write_checkpoint(tmp_path / "base", tensors, CONFIG)
-    found = baked(model, adapter(tmp_path / "a", own, peft_version=version, **config), tmp_path / "out")
+    weights = baked(model, adapter(tmp_path / "a", lora_tensors, peft_version=version, **config), tmp_path / "out")
     for level, (name, weight) in zip((".base_layer", ""), tensors.items(), strict=True):
-        assert as_bytes(found[name]) == as_bytes((weight + delta(own, level, swapped=swapped)).astype(np.float32)), name
-    problem = refusal(model, adapter(tmp_path / "b", own, **config))
+        assert as_bytes(weights[name]) == as_bytes((weight + delta(lora_tensors, level, swapped=swapped)).astype(np.float32)), (
+            name
+        )
+    problem = refusal(model, adapter(tmp_path / "b", lora_tensors, **config))
     assert isinstance(problem, Unsupported)
     assert "both of PEFT's layouts of experts fit its matrices" in str(problem)
 
@@ -173,21 +175,21 @@ def test_experts_without_gates_are_merged_as_peft_merges_them(inner: int, tmp_pa
             parameter.data = torch.randn_like(parameter) * 0.1
     tuned.save_pretrained(tmp_path / "adapter")
     tuned.merge_and_unload().save_pretrained(tmp_path / "peft")
-    found = baked(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    weights = baked(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
     before = load_file(tmp_path / "base/model.safetensors")
     want = load_file(tmp_path / "peft/model.safetensors")
     assert sum((want[n] != before[n]).any() for n in want if ".experts." in n) == 8
     for name, array in want.items():
-        np.testing.assert_allclose(found[name], array, rtol=1e-5, atol=1e-7, err_msg=name)
+        np.testing.assert_allclose(weights[name], array, rtol=1e-5, atol=1e-7, err_msg=name)
 
 
 def test_an_adapter_is_of_the_module_that_it_names(tmp_path: Path) -> None:
     """A layout of a parameter that has no factors changes nothing."""
     tensors = fused()
-    own = {name: a for name, a in stacked(tensors).items() if ".base_layer." not in name}
+    lora_tensors = {name: a for name, a in stacked(tensors).items() if ".base_layer." not in name}
     model = write_checkpoint(tmp_path / "base", tensors, CONFIG)
-    lora = adapter(tmp_path / "a", own, r=R, target_parameters=TARGETS[1:], **marked(gate_up_proj=GROUPED))
-    found = baked(model, lora, tmp_path / "out")
+    lora = adapter(tmp_path / "a", lora_tensors, r=R, target_parameters=TARGETS[1:], **marked(gate_up_proj=GROUPED))
+    weights = baked(model, lora, tmp_path / "out")
     name = f"{MLP}.experts.down_proj"
-    assert as_bytes(found[name]) == as_bytes((tensors[name] + delta(own, "", swapped=False)).astype(np.float32))
-    assert f"{P}{MLP}.experts.lora_A.weight" in own
+    assert as_bytes(weights[name]) == as_bytes((tensors[name] + delta(lora_tensors, "", swapped=False)).astype(np.float32))
+    assert f"{P}{MLP}.experts.lora_A.weight" in lora_tensors

@@ -57,9 +57,9 @@ def base_tensors(layers: int = 2, *, head: bool = True) -> dict[str, np.ndarray]
     return tensors | ({"lm_head.weight": normal(TOKENS, H, seed=8)} if head else {})
 
 
-def base(folder: Path, dtype: Any = BF16, *, tie: bool = False, **more: Any) -> Path:
+def base(folder: Path, dtype: Any = BF16, *, tie: bool = False, **keys: Any) -> Path:
     tensors = {name: a.astype(dtype) for name, a in base_tensors(head=not tie).items()}
-    return write_checkpoint(folder, tensors, {**LLAMA, "num_hidden_layers": 2, "tie_word_embeddings": tie, **more})
+    return write_checkpoint(folder, tensors, {**LLAMA, "num_hidden_layers": 2, "tie_word_embeddings": tie, **keys})
 
 
 def factors(module: str, rows: int, cols: int, rank: int = 4, seed: int = 1) -> dict[str, np.ndarray]:
@@ -77,8 +77,8 @@ def adapter(folder: Path, tensors: dict[str, np.ndarray] | None = None, **config
     return folder
 
 
-def baked(model: Path, lora: Path, out: Path, **more: Any) -> dict[str, np.ndarray]:
-    weightsmith.merge({"merge_method": "passthrough", "models": [{"model": f"{model}+{lora}"}], **more}, out, fsync=False)
+def baked(model: Path, lora: Path, out: Path, **options: Any) -> dict[str, np.ndarray]:
+    weightsmith.merge({"merge_method": "passthrough", "models": [{"model": f"{model}+{lora}"}], **options}, out, fsync=False)
     with weightsmith.open_checkpoint(out) as checkpoint:
         return {name: checkpoint.read(name) for name in checkpoint.specs}
 
@@ -141,13 +141,13 @@ def test_baking_in_an_adapter_is_peft_s_merge(name: str, dtype: str, tmp_path: P
     fresh = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter").merge_and_unload().save_pretrained(tmp_path / "peft")
     expected, before = (load_file(tmp_path / f"{folder}/model.safetensors") for folder in ("peft", "base"))
-    found = baked(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
-    assert found.keys() == expected.keys()
+    weights = baked(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    assert weights.keys() == expected.keys()
     assert any((expected[n] != before[n]).any() for n in expected)
     for tensor, want in expected.items():
-        np.testing.assert_allclose(found[tensor], want, rtol=2e-6, atol=1e-7, err_msg=tensor)
+        np.testing.assert_allclose(weights[tensor], want, rtol=2e-6, atol=1e-7, err_msg=tensor)
         if (want == before[tensor]).all():
-            assert as_bytes(found[tensor]) == as_bytes(want)
+            assert as_bytes(weights[tensor]) == as_bytes(want)
 
 
 @pytest.mark.slow
@@ -173,9 +173,9 @@ def test_convolutions_are_those_of_peft(dora: bool, tmp_path: Path) -> None:
     merged = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter").merge_and_unload()
     expected = {name: tensor.detach().numpy() for name, tensor in merged.state_dict().items()}
     before = load_file(tmp_path / "base/model.safetensors")
-    found = baked(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    weights = baked(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
     assert sum(bool((expected[name] != array).any()) for name, array in before.items()) == 4
-    for name, array in found.items():
+    for name, array in weights.items():
         np.testing.assert_allclose(array, expected[name], rtol=3e-6, atol=1e-6, err_msg=name)
     if dora:
         return
@@ -209,10 +209,10 @@ def test_the_base_says_which_way_round_square_matrices_are(family: str, stated: 
     path.write_text(json.dumps({**json.loads(path.read_text()), "fan_in_fan_out": stated}))
     fresh = type(model).from_pretrained(tmp_path / "base")
     expected = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter").merge_and_unload().state_dict()
-    found = baked(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
-    (changed,) = [name for name, array in found.items() if (array != before[name].numpy()).any()]
+    weights = baked(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    (changed,) = [name for name, array in weights.items() if (array != before[name].numpy()).any()]
     assert target in changed
-    np.testing.assert_allclose(found[changed], expected[changed].numpy(), rtol=2e-6, atol=1e-6)
+    np.testing.assert_allclose(weights[changed], expected[changed].numpy(), rtol=2e-6, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -271,11 +271,11 @@ def test_biases_that_were_trained_and_not_saved(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stored", [np.float32, np.float16, BF16])
 def test_the_update_is_alpha_over_rank_times_b_a(stored: Any, tmp_path: Path) -> None:
     tensors = {n: a.astype(stored) for n, a in (factors(Q, H, H) | factors(DOWN, H, INNER)).items()}
-    found = baked(base(tmp_path / "base"), adapter(tmp_path / "a", tensors), tmp_path / "out", dtype="float32")
+    weights = baked(base(tmp_path / "base"), adapter(tmp_path / "a", tensors), tmp_path / "out", dtype="float32")
     for module in (Q, DOWN):
         a, b = (tensors[f"{P}{module}.lora_{part}.weight"].astype(np.float64) for part in "AB")
         plain = base_tensors()[f"{module}.weight"].astype(BF16).astype(np.float64)
-        assert as_bytes(found[f"{module}.weight"]) == as_bytes((plain + 2.0 * (b @ a)).astype(np.float32))
+        assert as_bytes(weights[f"{module}.weight"]) == as_bytes((plain + 2.0 * (b @ a)).astype(np.float32))
 
 
 def test_any_run_of_bytes_is_that_run_of_the_whole(tmp_path: Path) -> None:
@@ -417,9 +417,9 @@ def test_one_base_with_two_adapters_is_two_models_and_one_with_one_is_one(tmp_pa
 def test_the_base_s_names_may_begin_otherwise(beginning: str, tmp_path: Path) -> None:
     tensors = {n.replace("model.", beginning, 1): a for n, a in base_tensors().items()}
     model = write_checkpoint(tmp_path / "base", tensors, LLAMA)
-    found = baked(model, adapter(tmp_path / "a"), tmp_path / "out")
+    weights = baked(model, adapter(tmp_path / "a"), tmp_path / "out")
     name = f"{Q}.weight".replace("model.", beginning, 1)
-    assert {n for n in found if (found[n] != tensors[n]).any()} == {name}
+    assert {n for n in weights if (weights[n] != tensors[n]).any()} == {name}
 
 
 def test_names_that_could_be_two_modules_are_not_guessed(tmp_path: Path) -> None:
@@ -435,21 +435,21 @@ def test_a_tied_head_keeps_its_numbers_when_the_embedding_alone_is_trained(tmp_p
     a, b = normal(4, TOKENS, seed=1), normal(H, 4, seed=2)
     tensors = {f"{P}model.embed_tokens.lora_embedding_A": a, f"{P}model.embed_tokens.lora_embedding_B": b}
     model = base(tmp_path / "base", np.float32, tie=True)
-    found = baked(model, adapter(tmp_path / "a", tensors), tmp_path / "out")
+    weights = baked(model, adapter(tmp_path / "a", tensors), tmp_path / "out")
     plain = base_tensors()["model.embed_tokens.weight"]
-    assert as_bytes(found["lm_head.weight"]) == as_bytes(plain)
-    np.testing.assert_allclose(found["model.embed_tokens.weight"], plain + 2 * (b @ a).T, rtol=1e-5, atol=1e-5)
+    assert as_bytes(weights["lm_head.weight"]) == as_bytes(plain)
+    np.testing.assert_allclose(weights["model.embed_tokens.weight"], plain + 2 * (b @ a).T, rtol=1e-5, atol=1e-5)
     assert json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"] is False
 
 
 def test_a_tied_head_that_is_trained_starts_from_the_embedding(tmp_path: Path) -> None:
     tensors = factors("lm_head", TOKENS, H)
     model, lora = base(tmp_path / "base", tie=True), adapter(tmp_path / "a", tensors)
-    found = baked(model, lora, tmp_path / "out", dtype="float32")
+    weights = baked(model, lora, tmp_path / "out", dtype="float32")
     plain = base_tensors()["model.embed_tokens.weight"].astype(BF16).astype(np.float32)
     a, b = tensors.values()
-    np.testing.assert_allclose(found["lm_head.weight"], plain + 2 * (b @ a), rtol=1e-5, atol=1e-5)
-    assert as_bytes(found["model.embed_tokens.weight"]) == as_bytes(plain)
+    np.testing.assert_allclose(weights["lm_head.weight"], plain + 2 * (b @ a), rtol=1e-5, atol=1e-5)
+    assert as_bytes(weights["model.embed_tokens.weight"]) == as_bytes(plain)
     plan = weightsmith.plan({"merge_method": "passthrough", "models": [{"model": f"{model}+{lora}"}]})
     assert [w.what for w in plan.warnings] == [
         "the adapter was trained on the head, which the base ties to its embedding: they are two tensors now"
@@ -460,16 +460,16 @@ def test_a_tied_head_that_is_trained_starts_from_the_embedding(tmp_path: Path) -
 def test_a_tied_head_that_is_saved_whole_has_the_base_s_dtype(tmp_path: Path) -> None:
     head = normal(TOKENS, H, seed=3)
     model, lora = base(tmp_path / "base", tie=True), adapter(tmp_path / "a", {f"{P}lm_head.weight": head})
-    found = baked(model, lora, tmp_path / "out")
-    assert as_bytes(found["lm_head.weight"]) == as_bytes(head.astype(BF16))
-    assert as_bytes(found["model.embed_tokens.weight"]) == as_bytes(base_tensors()["model.embed_tokens.weight"].astype(BF16))
+    weights = baked(model, lora, tmp_path / "out")
+    assert as_bytes(weights["lm_head.weight"]) == as_bytes(head.astype(BF16))
+    assert as_bytes(weights["model.embed_tokens.weight"]) == as_bytes(base_tensors()["model.embed_tokens.weight"].astype(BF16))
 
 
 def test_tokens_that_the_adapter_adds_are_in_the_output_and_its_config(tmp_path: Path) -> None:
     new = {f"{P}{name}.weight": normal(TOKENS + 3, H) for name in ("lm_head", "model.embed_tokens")}
     model, lora = base(tmp_path / "base", np.float32), adapter(tmp_path / "a", factors(Q, H, H) | new)
-    found = baked(model, lora, tmp_path / "out")
-    assert as_bytes(found["lm_head.weight"]) == as_bytes(normal(TOKENS + 3, H))
+    weights = baked(model, lora, tmp_path / "out")
+    assert as_bytes(weights["lm_head.weight"]) == as_bytes(normal(TOKENS + 3, H))
     assert json.loads((tmp_path / "out/config.json").read_text())["vocab_size"] == TOKENS + 3
     del new[f"{P}lm_head.weight"]
     problem = refusal(model, adapter(tmp_path / "b", new))
@@ -483,8 +483,8 @@ def test_added_tokens_go_by_other_names_too(tmp_path: Path) -> None:
     text = {"vocab_size": TOKENS, "num_hidden_layers": 2}
     model = write_checkpoint(tmp_path / "base", tensors, {**LLAMA, "num_hidden_layers": 2, "text_config": text})
     new = {f"{P}{name}": normal(TOKENS + 3, H) for name in names.values()}
-    found = baked(model, adapter(tmp_path / "a", factors(Q, H, H) | new), tmp_path / "out")
-    assert as_bytes(found["output.weight"]) == as_bytes(normal(TOKENS + 3, H))
+    weights = baked(model, adapter(tmp_path / "a", factors(Q, H, H) | new), tmp_path / "out")
+    assert as_bytes(weights["output.weight"]) == as_bytes(normal(TOKENS + 3, H))
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["vocab_size"] == config["text_config"]["vocab_size"] == TOKENS + 3
     assert json.loads((tmp_path / "base/config.json").read_text())["vocab_size"] == TOKENS
@@ -515,8 +515,8 @@ def test_modules_that_are_saved_whole_are_merged_as_those_of_models(method: str,
 
     def merged(names: list[str], out: Path) -> bytes:
         models = [{"model": name, "parameters": {"weight": 0.5}} for name in names]
-        more = {"base_model": str(model)} if method == "ties" else {}
-        weightsmith.merge({"merge_method": method, "models": models, **more}, out, fsync=False)
+        options = {"base_model": str(model)} if method == "ties" else {}
+        weightsmith.merge({"merge_method": method, "models": models, **options}, out, fsync=False)
         return (out / "model.safetensors").read_bytes()
 
     applied = merged([f"{model}+{lora}" for lora in loras], tmp_path / "one")
@@ -594,16 +594,16 @@ def test_tensors_that_zero_3_left_empty_are_called_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("zeros", ["A", "B"])
 def test_an_adapter_that_changes_nothing_is_said_to(zeros: str, tmp_path: Path) -> None:
-    own = factors(Q, H, H) | factors(DOWN, H, INNER)
-    idle = {name: np.zeros_like(a) if f"lora_{zeros}" in name else a for name, a in own.items()}
-    partly = {name: np.zeros_like(a) if f"lora_{zeros}" in name and DOWN in name else a for name, a in own.items()}
+    lora_tensors = factors(Q, H, H) | factors(DOWN, H, INNER)
+    idle = {name: np.zeros_like(a) if f"lora_{zeros}" in name else a for name, a in lora_tensors.items()}
+    partly = {name: np.zeros_like(a) if f"lora_{zeros}" in name and DOWN in name else a for name, a in lora_tensors.items()}
     saved = idle | {f"{P}lm_head.weight": normal(TOKENS, H)}
-    model, found = base(tmp_path / "base"), []
+    model, messages = base(tmp_path / "base"), []
     for k, tensors in enumerate((idle, partly, saved)):
         ref = f"{model}+{adapter(tmp_path / str(k), tensors)}"
         warnings = weightsmith.plan({"merge_method": "passthrough", "models": [{"model": ref}]}).warnings
-        found.append([each.what for each in warnings if "changes nothing" in each.what])
-    assert found == [["the adapter changes nothing: B @ A of its 2 modules is all zeros"], [], []]
+        messages.append([warning.what for warning in warnings if "changes nothing" in warning.what])
+    assert messages == [["the adapter changes nothing: B @ A of its 2 modules is all zeros"], [], []]
 
 
 @pytest.mark.parametrize("missing", [True, False])
@@ -648,8 +648,8 @@ def test_an_adapter_as_peft_saved_it_before_safetensors(tmp_path: Path) -> None:
     expected = baked(model, lora, tmp_path / "expected")
     torch.save({n: torch.from_numpy(t) for n, t in factors(Q, H, H).items()}, lora / "adapter_model.bin")
     (lora / "adapter_model.safetensors").unlink()
-    found = baked(model, lora, tmp_path / "out")
-    assert {n: t.tobytes() for n, t in found.items()} == {n: t.tobytes() for n, t in expected.items()}
+    weights = baked(model, lora, tmp_path / "out")
+    assert {n: t.tobytes() for n, t in weights.items()} == {n: t.tobytes() for n, t in expected.items()}
 
 
 def test_factors_of_mlx_without_their_config_are_refused_by_name(tmp_path: Path) -> None:
@@ -730,8 +730,8 @@ def test_ensured_tying_gives_the_model_that_was_trained(case: str, tie: bool, tm
     tuned.save_pretrained(tmp_path / "adapter")
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     tuned = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
-    found = baked(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
-    assert ("lm_head.weight" in found) == (not tie)
+    weights = baked(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    assert ("lm_head.weight" in weights) == (not tie)
     with weightsmith.open_checkpoint(tmp_path / "out") as out:
         assert out.config is not None
         assert out.config["tie_word_embeddings"] == tie
@@ -760,9 +760,9 @@ def test_shared_factors_are_applied_once(tmp_path: Path) -> None:
         "the head's": tied_factors(A=nothing, B=nothing),
     }.items():
         lora = adapter(tmp_path / name, tensors, target_modules=["embed_tokens"], ensure_weight_tying=True)
-        found = baked(model, lora, tmp_path / f"{name} out")
-        assert "lm_head.weight" not in found, name
-        np.testing.assert_allclose(found["model.embed_tokens.weight"], expected, rtol=1e-5, atol=1e-5)
+        weights = baked(model, lora, tmp_path / f"{name} out")
+        assert "lm_head.weight" not in weights, name
+        np.testing.assert_allclose(weights["model.embed_tokens.weight"], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_one_tensor_does_not_have_the_norms_of_two(tmp_path: Path) -> None:

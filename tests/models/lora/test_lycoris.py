@@ -32,9 +32,9 @@ def test_lycoris_is_the_judge(tmp_path: Path) -> None:
     assert len(files) == 8
     for file in files:
         case, expected = file.name.removesuffix(".merged.safetensors"), load_file(file)
-        found = baked(folder, tmp_path / f"{case}.safetensors", tmp_path / f"{case} out")
+        weights = baked(folder, tmp_path / f"{case}.safetensors", tmp_path / f"{case} out")
         assert sum(bool((expected[name] != array).any()) for name, array in before.items()) >= 3
-        for name, array in found.items():
+        for name, array in weights.items():
             np.testing.assert_allclose(array, expected[name], rtol=2e-6, atol=2e-6, err_msg=f"{case}: {name}")
 
 
@@ -67,10 +67,10 @@ def test_rows_or_columns_get_the_norms_of_dora(shape: tuple[int, ...], ending: s
     norms = np.abs(normal(*form)) + 1
     added = dora(path, shape, norms, f"{NAME}.{ending}")
     before = load_file(folder / "model.safetensors")
-    found = baked(folder, path, tmp_path / "out")
+    weights = baked(folder, path, tmp_path / "out")
     expected = scaled(before["mid_block.a.weight"] + added, norms, columns=columns)
-    np.testing.assert_allclose(found["mid_block.a.weight"], expected, rtol=3e-6, atol=1e-6)
-    np.testing.assert_array_equal(found["mid_block.b.weight"], before["mid_block.b.weight"])
+    np.testing.assert_allclose(weights["mid_block.a.weight"], expected, rtol=3e-6, atol=1e-6)
+    np.testing.assert_array_equal(weights["mid_block.b.weight"], before["mid_block.b.weight"])
     with weightsmith.open_checkpoint(folder) as checkpoint, apply_adapter(checkpoint, open_adapter(str(path)), "x") as applied:
         data = as_bytes(applied.read("mid_block.a.weight"))
         for start, end in [(0, 4), (3, 90), (len(data) // 2, len(data) // 2 + 40), (1, len(data))]:
@@ -125,8 +125,8 @@ def test_a_core_is_converted(tmp_path: Path) -> None:
     added = core(path)
     save_file({key.replace(NAME, name): array for key, array in load_file(path).items()}, path)
     weightsmith.convert_lora(path, tmp_path / "out", layout="diffusers")
-    found = load_file(tmp_path / "out/pytorch_lora_weights.safetensors")
-    a, b = (found[f"unet.down_blocks.0.resnets.0.conv1.lora_{part}.weight"] for part in "AB")
+    converted = load_file(tmp_path / "out/pytorch_lora_weights.safetensors")
+    a, b = (converted[f"unet.down_blocks.0.resnets.0.conv1.lora_{part}.weight"] for part in "AB")
     assert (a.shape, b.shape) == ((2, *shape[1:]), (6, 2, 1, 1))
     np.testing.assert_allclose(product(a, b, shape), added, rtol=1e-5, atol=1e-5)
 
@@ -154,7 +154,7 @@ def test_whole_differences(tmp_path: Path) -> None:
     differences = {"a.diff_b": normal(6, seed=3), "k.diff": normal(6, 4, 3, 3, seed=4), "norm.diff": normal(8, seed=5)}
     factors = {"diffusion_model.a.lora_down.weight": a, "diffusion_model.a.lora_up.weight": b}
     save_file(factors | {f"diffusion_model.{name}": array for name, array in differences.items()}, tmp_path / "a.safetensors")
-    found = baked(folder, tmp_path / "a.safetensors", tmp_path / "out")
+    weights = baked(folder, tmp_path / "a.safetensors", tmp_path / "out")
     expected = {
         "a.weight": tensors["a.weight"] + product(a, b, (6, 8)),
         "a.bias": tensors["a.bias"] + differences["a.diff_b"],
@@ -162,7 +162,7 @@ def test_whole_differences(tmp_path: Path) -> None:
         "norm.weight": tensors["norm.weight"] + differences["norm.diff"],
     }
     for name, array in expected.items():
-        np.testing.assert_allclose(found[name], array, rtol=1e-6, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(weights[name], array, rtol=1e-6, atol=1e-5, err_msg=name)
     with pytest.raises(PlanError, match="LoRA and whole differences"):
         weightsmith.convert_lora(tmp_path / "a.safetensors", tmp_path / "other", layout="kohya")
 
@@ -202,9 +202,9 @@ def test_differences_of_modulations(prefix: str, tmp_path: Path) -> None:
     joined = f"{prefix}{prefix[-2]}ffn{prefix[-2]}0"
     factors = {f"{joined}.lora_down.weight": normal(2, 8, seed=3), f"{joined}.lora_up.weight": normal(8, 2, seed=4)}
     save_file({**factors, f"{prefix}.diff_m": difference}, tmp_path / "a.safetensors")
-    found = baked(folder, tmp_path / "a.safetensors", tmp_path / "out")
-    np.testing.assert_allclose(found["blocks.0.modulation"], tensors["blocks.0.modulation"] + difference, rtol=1e-6)
-    assert (found["blocks.0.ffn.0.weight"] != tensors["blocks.0.ffn.0.weight"]).any()
+    weights = baked(folder, tmp_path / "a.safetensors", tmp_path / "out")
+    np.testing.assert_allclose(weights["blocks.0.modulation"], tensors["blocks.0.modulation"] + difference, rtol=1e-6)
+    assert (weights["blocks.0.ffn.0.weight"] != tensors["blocks.0.ffn.0.weight"]).any()
     save_file({**factors, f"{prefix}x.diff_m": difference}, tmp_path / "b.safetensors")
     assert "modulation" in str(refusal(folder, tmp_path / "b.safetensors"))
     twice = {f"{prefix}.diff_m": difference, f"{prefix}{prefix[-2]}modulation.diff": difference}

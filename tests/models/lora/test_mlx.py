@@ -109,14 +109,14 @@ def apart(fused: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def test_mlx_lm_is_the_judge(name: str, trained: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
     folder, lora = trained[name]
     expected = apart(load_file(lora / "fused.safetensors"))
-    found = baked(folder, lora, tmp_path / "out", dtype="float32")
-    assert found.keys() == expected.keys()
+    weights = baked(folder, lora, tmp_path / "out", dtype="float32")
+    assert weights.keys() == expected.keys()
     weightsmith.dequantize(folder, tmp_path / "plain", out_dtype="float32", progress=False)
     with weightsmith.open_checkpoint(tmp_path / "plain") as plain:
-        changed = sum(bool((plain[key] != array).any()) for key, array in found.items())
+        changed = sum(bool((plain[key] != array).any()) for key, array in weights.items())
         assert changed == sum(bool((plain[key] != array).any()) for key, array in expected.items())
         assert changed >= 3 - (name in ("tied", "the last layer"))
-    for key, array in found.items():
+    for key, array in weights.items():
         np.testing.assert_allclose(array, expected[key], rtol=3e-6, atol=3e-6, err_msg=key)
 
 
@@ -132,10 +132,10 @@ def mlx(folder: Path, tensors: dict[str, np.ndarray] | None = None, name: str = 
 
 def test_the_update_is_scale_times_a_b_transposed(tmp_path: Path) -> None:
     model, lora = base(tmp_path / "base", np.float32), mlx(tmp_path / "a", parameters={"scale": 0.7})
-    before, found = load_file(model / "model.safetensors"), baked(model, lora, tmp_path / "out")
+    before, weights = load_file(model / "model.safetensors"), baked(model, lora, tmp_path / "out")
     factors = load_file(lora / "adapters.safetensors")
     update = 0.7 * (factors[f"{Q}.lora_a"].astype(float) @ factors[f"{Q}.lora_b"]).T
-    np.testing.assert_allclose(found[f"{Q}.weight"], before[f"{Q}.weight"] + update, rtol=2e-6, atol=2e-6)
+    np.testing.assert_allclose(weights[f"{Q}.weight"], before[f"{Q}.weight"] + update, rtol=2e-6, atol=2e-6)
 
 
 def test_a_file_of_an_earlier_step_is_named_itself(tmp_path: Path) -> None:
@@ -144,10 +144,10 @@ def test_a_file_of_an_earlier_step_is_named_itself(tmp_path: Path) -> None:
     other = {name: 2 * array for name, array in load_file(lora / "adapters.safetensors").items()}
     (lora / "adapters.safetensors").rename(lora / "0000100_adapters.safetensors")
     mlx(lora, other)
-    found = baked(model, lora / "0000100_adapters.safetensors", tmp_path / "earlier")
-    assert {n: t.tobytes() for n, t in found.items()} == {n: t.tobytes() for n, t in expected.items()}
+    weights = baked(model, lora / "0000100_adapters.safetensors", tmp_path / "earlier")
+    assert {n: t.tobytes() for n, t in weights.items()} == {n: t.tobytes() for n, t in expected.items()}
     last = baked(model, lora, tmp_path / "last")
-    assert (last[f"{Q}.weight"] != found[f"{Q}.weight"]).any()
+    assert (last[f"{Q}.weight"] != weights[f"{Q}.weight"]).any()
 
 
 def as_peft(folder: Path, lora: Path) -> Path:
@@ -187,10 +187,10 @@ def test_an_embedding_that_is_the_head_stays_one_tensor_in_a_merge(tmp_path: Pat
     theirs = adapter(tmp_path / "b", factors, ensure_weight_tying=True, **settings)
     models = [{"model": str(lora), "parameters": {"weight": weight}} for lora, weight in ((ours, 0.5), (theirs, -0.25))]
     weightsmith.merge({"merge_method": "task_arithmetic", "models": models}, tmp_path / "merged", fsync=False)
-    found = baked(model, tmp_path / "merged", tmp_path / "out")
-    assert "lm_head.weight" not in found
+    weights = baked(model, tmp_path / "merged", tmp_path / "out")
+    assert "lm_head.weight" not in weights
     before = load_file(model / "model.safetensors")
-    np.testing.assert_allclose(found[f"{name}.weight"], before[f"{name}.weight"] + 0.25 * 20 * (a @ b), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(weights[f"{name}.weight"], before[f"{name}.weight"] + 0.25 * 20 * (a @ b), rtol=1e-5, atol=1e-4)
     apart = adapter(tmp_path / "c", factors, **settings)
     models[1]["model"] = str(apart)
     with pytest.raises(PlanError, match="trained as one here"):
@@ -201,8 +201,8 @@ def test_an_adapter_of_mlx_becomes_one_of_peft(tmp_path: Path) -> None:
     lora = mlx(tmp_path / "a", parameters={"scale": 0.1})
     weightsmith.convert_lora(lora, tmp_path / "out", progress=False)
     model = base(tmp_path / "base", np.float32)
-    expected, found = (baked(model, a, tmp_path / f"{a.name} applied") for a in (lora, tmp_path / "out"))
-    assert {n: t.tobytes() for n, t in found.items()} == {n: t.tobytes() for n, t in expected.items()}
+    expected, weights = (baked(model, a, tmp_path / f"{a.name} applied") for a in (lora, tmp_path / "out"))
+    assert {n: t.tobytes() for n, t in weights.items()} == {n: t.tobytes() for n, t in expected.items()}
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"] == "org/base"
 
 
@@ -255,10 +255,10 @@ def test_mlx_lm_computes_what_a_converted_adapter_says(tmp_path: Path) -> None:
             np.testing.assert_allclose(back[key], array, rtol=1e-6, atol=1e-7, err_msg=f"{name}: {key}")
     run_mlx(asked, tmp_path)
     for name, arrays in expected.items():
-        found = apart(load_file(tmp_path / name / "mlx" / "fused.safetensors"))
-        assert found.keys() == arrays.keys()
+        fused = apart(load_file(tmp_path / name / "mlx" / "fused.safetensors"))
+        assert fused.keys() == arrays.keys()
         for key, array in arrays.items():
-            np.testing.assert_allclose(found[key], array, rtol=3e-6, atol=3e-6, err_msg=f"{name}: {key}")
+            np.testing.assert_allclose(fused[key], array, rtol=3e-6, atol=3e-6, err_msg=f"{name}: {key}")
 
 
 def test_experts_of_several_scales_keep_their_numbers_in_16_bits(tmp_path: Path) -> None:
@@ -270,9 +270,9 @@ def test_experts_of_several_scales_keep_their_numbers_in_16_bits(tmp_path: Path)
     halves = {name: array.astype(ml_dtypes.bfloat16) for name, array in load_file(file).items()}
     save_file(halves, file)
     weightsmith.convert_lora(lora, tmp_path / "mlx", layout="mlx", base=folder, progress=False)
-    expected, found = (baked(folder, a, tmp_path / f"{a.name} applied", dtype="float32") for a in (lora, tmp_path / "mlx"))
+    expected, weights = (baked(folder, a, tmp_path / f"{a.name} applied", dtype="float32") for a in (lora, tmp_path / "mlx"))
     for name, array in expected.items():
-        np.testing.assert_allclose(found[name], array, rtol=2e-6, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(weights[name], array, rtol=2e-6, atol=1e-6, err_msg=name)
 
 
 def test_what_an_adapter_of_mlx_cannot_hold_is_refused(tmp_path: Path) -> None:
@@ -456,14 +456,14 @@ def test_experts_as_early_versions_stored_them(tmp_path: Path) -> None:
     """A of all experts was [experts · rank, inputs]."""
     name = "model.layers.0.mlp.switch_mlp.up_proj"
     a, b = normal(3, 4, H, seed=1), normal(3, INNER, 4, seed=2)
-    found = []
+    read = []
     for k, stored in enumerate((a, a.reshape(12, H))):
         with open_adapter(str(mlx(tmp_path / str(k), {f"{name}.lora_a": stored, f"{name}.lora_b": b}))).checkpoint as opened:
-            found.append({key: opened.read(key) for key in opened.specs})
-    assert found[0].keys() == found[1].keys()
-    for key, array in found[0].items():
-        np.testing.assert_array_equal(array, found[1][key])
-    np.testing.assert_array_equal(found[0][f"{P}model.layers.0.mlp.experts.2.up_proj.lora_A.weight"], a[2])
+            read.append({key: opened.read(key) for key in opened.specs})
+    assert read[0].keys() == read[1].keys()
+    for key, array in read[0].items():
+        np.testing.assert_array_equal(array, read[1][key])
+    np.testing.assert_array_equal(read[0][f"{P}model.layers.0.mlp.experts.2.up_proj.lora_A.weight"], a[2])
 
 
 def test_factors_of_absurdly_many_experts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,9 +74,9 @@ def test_each_network_gets_its_own_update(names: tuple[str, ...], owners: tuple[
     tensors = [f"{name}.{L}.weight" for name in names]
     model = single(tmp_path / "model.safetensors", UNET, *tensors)
     file = lora(tmp_path / "lora.safetensors", UNET_LORA, *owners)
-    found = added(model, file, tmp_path / "out")
+    weights = added(model, file, tmp_path / "out")
     for tensor, owner in zip((UNET, *tensors), (UNET_LORA, *owners), strict=True):
-        np.testing.assert_allclose(found[tensor], update(owner), atol=1e-5, err_msg=tensor)
+        np.testing.assert_allclose(weights[tensor], update(owner), atol=1e-5, err_msg=tensor)
     assert notes(model, file) == []
 
 
@@ -84,19 +84,19 @@ def test_an_open_clip_encoder_gets_what_files_name_as_transformers_does(tmp_path
     """Stable Diffusion XL has its second text encoder in OpenCLIP's names, where q, k and v are one matrix."""
     home, tensors, modules = "conditioner.embedders.1.model.transformer.resblocks.3", {}, {}
     tensors[f"{home}.attn.in_proj_weight"] = normal(24, 8, seed=1)
-    for i, (own, shape) in enumerate({"attn.out_proj": (8, 8), "mlp.c_fc": (12, 8), "mlp.c_proj": (8, 12)}.items()):
-        tensors[f"{home}.{own}.weight"] = normal(*shape, seed=i)
+    for i, (module, shape) in enumerate({"attn.out_proj": (8, 8), "mlp.c_fc": (12, 8), "mlp.c_proj": (8, 12)}.items()):
+        tensors[f"{home}.{module}.weight"] = normal(*shape, seed=i)
     tensors[UNET] = normal(8, 8)
     save_file(tensors, tmp_path / "model.safetensors")
     layer = "lora_te2_text_model_encoder_layers_3"
     shapes = {f"self_attn_{name}_proj": (8, 8) for name in ("q", "v", "out")} | {"mlp_fc1": (12, 8), "mlp_fc2": (8, 12)}
     updates = {}
-    for i, (own, shape) in enumerate(shapes.items()):
+    for i, (module, shape) in enumerate(shapes.items()):
         a, b = pair(shape, 2, 10 * i)
-        modules |= {f"{layer}_{own}.lora_down.weight": a, f"{layer}_{own}.lora_up.weight": b}
-        updates[own] = product(a, b, shape)
+        modules |= {f"{layer}_{module}.lora_down.weight": a, f"{layer}_{module}.lora_up.weight": b}
+        updates[module] = product(a, b, shape)
     save_file(modules, tmp_path / "lora.safetensors")
-    found = added(tmp_path / "model.safetensors", tmp_path / "lora.safetensors", tmp_path / "out")
+    weights = added(tmp_path / "model.safetensors", tmp_path / "lora.safetensors", tmp_path / "out")
     fused = np.concatenate([updates["self_attn_q_proj"], np.zeros((8, 8)), updates["self_attn_v_proj"]])
     for name, want in {
         f"{home}.attn.in_proj_weight": fused,
@@ -105,15 +105,15 @@ def test_an_open_clip_encoder_gets_what_files_name_as_transformers_does(tmp_path
         f"{home}.mlp.c_proj.weight": updates["mlp_fc2"],
         UNET: np.zeros((8, 8)),
     }.items():
-        np.testing.assert_allclose(found[name], want, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(weights[name], want, atol=1e-5, err_msg=name)
 
 
 def test_networks_that_a_model_lacks_are_left_out_with_a_warning(tmp_path: Path) -> None:
     file = lora(tmp_path / "lora.safetensors", UNET_LORA, f"lora_te1_{K}", f"lora_te2_{K}")
     first = f"conditioner.embedders.0.transformer.{L}.weight"
     model = single(tmp_path / "model.safetensors", UNET, first)
-    found = added(model, file, tmp_path / "one")
-    np.testing.assert_allclose(found[first], update(f"lora_te1_{K}"), atol=1e-5)
+    weights = added(model, file, tmp_path / "one")
+    np.testing.assert_allclose(weights[first], update(f"lora_te1_{K}"), atol=1e-5)
     (note,) = notes(model, file)
     assert note == f"its updates of 1 module of text encoder 2 are left out: {model} does not hold that"
     unet = write_checkpoint(tmp_path / "unet", {f"{TO_Q}.weight": normal(8, 8)}, {"_class_name": "UNet2DConditionModel"})
@@ -168,5 +168,5 @@ def test_flux_s_t5_is_known_by_its_names(stored: str, written: str, tmp_path: Pa
     a, b = pair((8, 8), 2, 0)
     save_file({f"{module}.lora_down.weight": a, f"{module}.lora_up.weight": b}, tmp_path / "lora.safetensors")
     model = single(tmp_path / "model.safetensors", UNET, f"{stored}{t5}.weight")
-    found = added(model, tmp_path / "lora.safetensors", tmp_path / "out")
-    np.testing.assert_allclose(found[f"{stored}{t5}.weight"], product(a, b, (8, 8)), atol=1e-5)
+    weights = added(model, tmp_path / "lora.safetensors", tmp_path / "out")
+    np.testing.assert_allclose(weights[f"{stored}{t5}.weight"], product(a, b, (8, 8)), atol=1e-5)

@@ -19,7 +19,7 @@ NAMES = ["a", "b", "ab", "a.b", "aa", "a.a.b", "ab.ab", "b-a", "a]b", "aab.b.a",
 MODULE = "model.layers.10.self_attn.q_proj"
 
 
-def made(numbers: Mapping[str, float]) -> patterns.ModulePatterns:
+def compiled(numbers: Mapping[str, float]) -> patterns.ModulePatterns:
     return patterns.ModulePatterns(numbers, "rank_pattern", "here")
 
 
@@ -41,11 +41,11 @@ def test_patterns_mean_what_they_mean_to_re() -> None:
                     re.compile(text)
         except re.error:
             continue
-        found = made(numbers)
+        module_patterns = compiled(numbers)
         for name in NAMES:
-            wanted = peft(numbers, name)
-            assert found.find(name, -1) == wanted, (numbers, name)
-            compared, fitting = compared + 1, fitting + (wanted >= 0)
+            expected = peft(numbers, name)
+            assert module_patterns.find(name, -1) == expected, (numbers, name)
+            compared, fitting = compared + 1, fitting + (expected >= 0)
     assert compared / 10 < fitting < compared / 2, "the sample says little"
 
 
@@ -67,14 +67,14 @@ def test_patterns_mean_what_they_mean_to_re() -> None:
     ],
 )
 def test_a_module_is_found(text: str, fits: bool) -> None:
-    assert (made({text: 5}).find(MODULE, 2) == 5) == fits == bool(peft({text: 0}, MODULE) == 0)
+    assert (compiled({text: 5}).find(MODULE, 2) == 5) == fits == bool(peft({text: 0}, MODULE) == 0)
 
 
 def test_the_first_that_fits_decides() -> None:
-    found = made({"other": 1, r"layers\.\d+\.self_attn\..*": 2, "q_proj": 3, MODULE: 4})
-    assert found.find(MODULE, 0) == 2
-    assert found.find("q_proj", 0) == 3
-    assert found.find("k_proj", 0) == 0
+    module_patterns = compiled({"other": 1, r"layers\.\d+\.self_attn\..*": 2, "q_proj": 3, MODULE: 4})
+    assert module_patterns.find(MODULE, 0) == 2
+    assert module_patterns.find("q_proj", 0) == 3
+    assert module_patterns.find("k_proj", 0) == 0
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_the_first_that_fits_decides() -> None:
 def test_time_is_linear_in_the_name(text: str) -> None:
     """With Python's own patterns each of these takes for ever: pytest ends it."""
     for length in (36, 72, 20_000):
-        assert made({text: 1}).find("a" * length, 0) == 0
+        assert compiled({text: 1}).find("a" * length, 0) == 0
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_time_is_linear_in_the_name(text: str) -> None:
 )
 def test_what_is_not_read_is_refused(text: str, why: str) -> None:
     with pytest.raises(FormatError, match=re.escape(why)) as caught:
-        made({"q_proj": 1, text: 1})
+        compiled({"q_proj": 1, text: 1})
     assert f"rank_pattern has a pattern {show(text)} that is not read" in str(caught.value)
 
 
@@ -121,16 +121,16 @@ def test_many_patterns_are_refused_or_fast(monkeypatch: pytest.MonkeyPatch) -> N
     names = [f"model.layers.{i}.mlp.experts.{j}.{part}_proj" for i in range(40) for j in range(128) for part in ("up", "down")]
 
     def find(some: list[str]) -> None:
-        found = made({name: float(i) for i, name in enumerate(some)})
-        assert [found.find(name, -1) for name in some] == list(range(len(some)))
+        module_patterns = compiled({name: float(i) for i, name in enumerate(some)})
+        assert [module_patterns.find(name, -1) for name in some] == list(range(len(some)))
 
     assert steps(lambda: find(names)) < 20 * steps(lambda: find(names[::10]))
     with pytest.raises(FormatError, match="more than 100 patterns"):
-        made({f"a+{i}": 1 for i in range(101)})
+        compiled({f"a+{i}": 1 for i in range(101)})
     with pytest.raises(FormatError, match="forms of names"):
-        made({"a" * i: 1 for i in range(1, 1100)})
+        compiled({"a" * i: 1 for i in range(1, 1100)})
     monkeypatch.setattr(patterns, "MAX_STEPS", 1000)
     for numbers in ({"a" * i: 1.0 for i in range(1, 100)}, {"(a|b)*c": 1.0}):
-        slow = made(numbers)
+        slow = compiled(numbers)
         with pytest.raises(FormatError, match="too long to match"):
             [slow.find("ab" * 50, 0) for _ in range(30)]

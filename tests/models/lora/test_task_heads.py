@@ -55,8 +55,8 @@ def test_the_output_is_the_classifier_that_was_trained(
     auto = getattr(transformers, f"AutoModelFor{names[task]}")
     model = auto.from_pretrained(tmp_path / "base", num_labels=labels, dtype=torch.float32)
     target = {"Llama": "q_proj", "DistilBert": "q_lin", "GPT2": "c_attn"}.get(family, "query")
-    more = {"fan_in_fan_out": True} if family == "GPT2" else {}
-    tuned = peft.get_peft_model(model, peft.LoraConfig(task_type=task, r=4, target_modules=[target], **more))
+    options = {"fan_in_fan_out": True} if family == "GPT2" else {}
+    tuned = peft.get_peft_model(model, peft.LoraConfig(task_type=task, r=4, target_modules=[target], **options))
     for parameter in tuned.parameters():
         if parameter.requires_grad:
             parameter.data = torch.randn_like(parameter) * 0.1
@@ -70,10 +70,10 @@ def test_the_output_is_the_classifier_that_was_trained(
     assert type(loaded).__name__ == f"{family}For{names[task]}"
     assert json.loads((tmp_path / "out/config.json").read_text())["architectures"] == [type(loaded).__name__]
     with torch.no_grad():
-        found = loaded.eval()(ids)
+        output = loaded.eval()(ids)
     fields = ("start_logits", "end_logits") if task == "QUESTION_ANS" else ("logits",)
     for field in fields:
-        np.testing.assert_allclose(found[field].numpy(), want[field].numpy(), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(output[field].numpy(), want[field].numpy(), rtol=1e-4, atol=1e-5)
 
 
 def classifier(folder: Path, head: dict[str, np.ndarray] | None = None, **config: Any) -> Path:
@@ -84,9 +84,9 @@ def classifier(folder: Path, head: dict[str, np.ndarray] | None = None, **config
 
 def test_the_head_takes_the_place_of_the_base_s(tmp_path: Path) -> None:
     model = base(tmp_path / "base", np.float32)
-    found = baked(model, classifier(tmp_path / "a"), tmp_path / "out")
-    np.testing.assert_array_equal(found["score.weight"], normal(2, H, seed=3))
-    assert "lm_head.weight" not in found
+    weights = baked(model, classifier(tmp_path / "a"), tmp_path / "out")
+    np.testing.assert_array_equal(weights["score.weight"], normal(2, H, seed=3))
+    assert "lm_head.weight" not in weights
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert config["architectures"] == ["LlamaForSequenceClassification"]
     assert config["id2label"] == {"0": "LABEL_0", "1": "LABEL_1"}
@@ -99,13 +99,13 @@ def test_the_class_of_the_training_is_taken_where_the_task_is_not_said(tmp_path:
     mapping = {"base_model_class": "LlamaForTokenClassification", "parent_library": "transformers.models.llama"}
     head = {"score.weight": normal(2, H), "score.bias": normal(2)}
     lora = classifier(tmp_path / "a", head, task_type=None, auto_mapping=mapping)
-    found = baked(base(tmp_path / "base"), lora, tmp_path / "out")
-    assert {"score.weight", "score.bias"} < found.keys()
+    weights = baked(base(tmp_path / "base"), lora, tmp_path / "out")
+    assert {"score.weight", "score.bias"} < weights.keys()
     assert json.loads((tmp_path / "out/config.json").read_text())["architectures"] == ["LlamaForTokenClassification"]
 
 
-@pytest.mark.parametrize("beside", [True, False])
-def test_the_tokenizer_of_an_adapter_that_adds_tokens(beside: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("with_tokenizer", [True, False])
+def test_the_tokenizer_of_an_adapter_that_adds_tokens(with_tokenizer: bool, tmp_path: Path) -> None:
     tokenizers, transformers = (pytest.importorskip(name) for name in ("tokenizers", "transformers"))
 
     def tokenizer(folder: Path, size: int) -> None:
@@ -117,24 +117,24 @@ def test_the_tokenizer_of_an_adapter_that_adds_tokens(beside: bool, tmp_path: Pa
     (model / "generation_config.json").write_text('{"max_length": 7}')
     tensors = {f"{P}model.embed_tokens.weight": normal(TOKENS + 3, H), f"{P}lm_head.weight": normal(TOKENS + 3, H, seed=2)}
     lora = adapter(tmp_path / "adapter", factors(Q, H, H) | tensors)
-    if beside:
+    if with_tokenizer:
         tokenizer(lora, TOKENS + 3)
-    found = baked(model, lora, tmp_path / "out")
-    assert len(found["lm_head.weight"]) == TOKENS + 3
+    weights = baked(model, lora, tmp_path / "out")
+    assert len(weights["lm_head.weight"]) == TOKENS + 3
     assert json.loads((tmp_path / "out/config.json").read_text())["vocab_size"] == TOKENS + 3
     assert (tmp_path / "out/generation_config.json").exists()
     loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert loaded.convert_tokens_to_ids(f"w{TOKENS + 2}") == (TOKENS + 2 if beside else 0)
-    assert len(loaded) == TOKENS + 3 * beside
+    assert loaded.convert_tokens_to_ids(f"w{TOKENS + 2}") == (TOKENS + 2 if with_tokenizer else 0)
+    assert len(loaded) == TOKENS + 3 * with_tokenizer
 
 
 def test_a_tied_base_keeps_its_embedding_as_it_is(tmp_path: Path) -> None:
     """A classifier has no head that the embedding could be."""
     embedding = normal(TOKENS, H, seed=6)
     lora = classifier(tmp_path / "a", {"score.weight": normal(1, H), "model.embed_tokens.weight": embedding})
-    found = baked(base(tmp_path / "base", np.float32, tie=True), lora, tmp_path / "out")
-    np.testing.assert_array_equal(found["model.embed_tokens.weight"], embedding)
-    assert "lm_head.weight" not in found
+    weights = baked(base(tmp_path / "base", np.float32, tie=True), lora, tmp_path / "out")
+    np.testing.assert_array_equal(weights["model.embed_tokens.weight"], embedding)
+    assert "lm_head.weight" not in weights
     assert json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"] is True
 
 

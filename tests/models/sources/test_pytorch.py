@@ -95,8 +95,8 @@ W = {"w": torch.arange(6.0).reshape(2, 3)}
 def test_a_file_of_any_name_is_read_in_its_folder_and_alone(name: str, tmp_path: Path) -> None:
     torch.save(W, tmp_path / name)
     (tmp_path / "config.json").write_text('{"model_type": "x"}')
-    for left in ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth", "rng_state_0.pth"):
-        (tmp_path / left).write_bytes(b"not read")
+    for ignored in ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth", "rng_state_0.pth"):
+        (tmp_path / ignored).write_bytes(b"not read")
     with weightsmith.open_checkpoint(tmp_path) as checkpoint:
         assert (checkpoint.weights, checkpoint.config) == ((name,), {"model_type": "x"})
         assert checkpoint.read("w").tolist() == [[0, 1, 2], [3, 4, 5]]
@@ -187,8 +187,8 @@ def twin(folder: Path, source: Path, how: str) -> Path:
     return folder
 
 
-def merged(out: Path, method: str, models: list[Path], **more: Any) -> bytes:
-    recipe: dict[str, Any] = {"merge_method": method, "models": [{"model": str(m)} for m in models], **more}
+def merged(out: Path, method: str, models: list[Path], **options: Any) -> bytes:
+    recipe: dict[str, Any] = {"merge_method": method, "models": [{"model": str(m)} for m in models], **options}
     recipe["parameters"] = {"weight": 0.6} | ({"density": 0.4} if method == "ties" else {})
     if method == "ties":
         recipe["base_model"] = str(models[0])
@@ -243,18 +243,18 @@ def test_tied_names_are_both_read_and_the_merge_loads(tmp_path: Path) -> None:
         assert checkpoint.location("lm_head.weight") == checkpoint.location("model.embed_tokens.weight") is not None
     merged(tmp_path / "expected", "linear", safe)
     merged(tmp_path / "out", "linear", models)
-    (expected, _), (found, info) = (zoo.load("llama-tied", tmp_path / name) for name in ("expected", "out"))
+    (expected, _), (loaded, info) = (zoo.load("llama-tied", tmp_path / name) for name in ("expected", "out"))
     assert info == {}
-    assert all(torch.equal(found.state_dict()[name], tensor) for name, tensor in expected.state_dict().items())
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in expected.state_dict().items())
 
 
 @pytest.mark.parametrize("how", ["one", "turned"])
 def test_a_copy_of_pytorch_files_has_the_bytes_of_that_of_safetensors(how: str, llamas: list[Path], tmp_path: Path) -> None:
-    found = []
+    contents = []
     for name, model in (("expected", llamas[0]), ("out", twin(tmp_path / "m", llamas[0], how))):
         weightsmith.merge({"merge_method": "passthrough", "models": [{"model": str(model)}]}, tmp_path / name, fsync=False)
-        found.append((tmp_path / name / "model.safetensors").read_bytes())
-    assert found[0] == found[1]
+        contents.append((tmp_path / name / "model.safetensors").read_bytes())
+    assert contents[0] == contents[1]
 
 
 def test_files_of_a_run_are_a_pattern(tmp_path: Path) -> None:
@@ -268,10 +268,10 @@ def test_files_of_a_run_are_a_pattern(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_mixture_of_pytorch_files(llamas: list[Path], tmp_path: Path) -> None:
     models = [twin(tmp_path / f"m{k}", model, "one") for k, model in enumerate(llamas)]
-    found = []
+    contents = []
     for name, listed in (("expected", llamas), ("out", models)):
         experts = [{"source_model": str(model)} for model in listed[1:]]
         recipe = {"base_model": str(listed[0]), "gate_mode": "random", "dtype": "bfloat16", "experts": experts}
         weightsmith.moe(recipe, tmp_path / name, fsync=False)
-        found.append((tmp_path / name / "model.safetensors").read_bytes())
-    assert found[0] == found[1]
+        contents.append((tmp_path / name / "model.safetensors").read_bytes())
+    assert contents[0] == contents[1]

@@ -150,16 +150,16 @@ def test_an_adapted_identity_follows_base_adapter_and_scaling(tmp_path: Path) ->
         save_file(factors, tmp_path / name / "adapter_model.safetensors")
         settings = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha}
         (tmp_path / name / "adapter_config.json").write_text(json.dumps(settings))
-    found = {}
+    identities = {}
     for name in ("one", "same", "alpha", "rank"):
         with (
             weightsmith.open_checkpoint(tmp_path / "base") as base,
             apply_adapter(base, open_adapter(str(tmp_path / name)), "x") as applied,
         ):
-            found[name] = applied.identity
+            identities[name] = applied.identity
             assert applied.identity != base.identity
-    assert found["one"] == found["same"]
-    assert len(set(found.values())) == 3
+    assert identities["one"] == identities["same"]
+    assert len(set(identities.values())) == 3
 
 
 def test_what_a_changed_file_has_different() -> None:

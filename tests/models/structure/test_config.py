@@ -469,18 +469,18 @@ def test_every_layer_keeps_its_kind_or_the_stack_is_refused(numbers: Config, pai
         if "mlp_only_layers" in old:
             new["mlp_only_layers"] = [i for i, layer in enumerate(source) if layer in old["mlp_only_layers"]]
         before = rule.kinds(old, 5)
-        wanted = [before[i] for i in source]
+        expected = [before[i] for i in source]
         try:
-            rule.move(old, new, Remap(tuple(source), 5), tuple(wanted))
+            rule.move(old, new, Remap(tuple(source), 5), tuple(expected))
         except LayerError:
             continue
         explicit = new.get(written.get(getattr(rule, "key", ""), "layer_types"))
         if explicit is not None:
             below_above = {S: True, F: False}
-            is_threshold = isinstance(wanted[0], bool)
-            assert [below_above[kind] for kind in explicit] == wanted if is_threshold else explicit == wanted
+            is_threshold = isinstance(expected[0], bool)
+            assert [below_above[kind] for kind in explicit] == expected if is_threshold else explicit == expected
         else:
-            assert list(rule.kinds(new, len(source))) == wanted
+            assert list(rule.kinds(new, len(source))) == expected
 
 
 @pytest.mark.slow

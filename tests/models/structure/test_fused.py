@@ -34,7 +34,7 @@ Tensors = dict[str, np.ndarray]
 # ---- which tensors hold which matrices
 
 
-def found(
+def parts_by_suffix(
     shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any] | None = None, layer: str = LAYER
 ) -> dict[str, list[tuple[str, int, tuple[int, ...]]]]:
     """For each suffix of layer 1 its parts: suffix, offset, shape."""
@@ -57,7 +57,7 @@ def found(
 
 @pytest.mark.parametrize("leaf", ["qkv_proj", "qkv", "Wqkv"])
 def test_q_k_and_v_have_the_rows_that_the_config_gives(leaf: str) -> None:
-    parts = found({f"attn.{leaf}.weight": (64, H), f"attn.{leaf}.bias": (64,)}, HEADS)
+    parts = parts_by_suffix({f"attn.{leaf}.weight": (64, H), f"attn.{leaf}.bias": (64,)}, HEADS)
     names = [leaf.replace("qkv", x) for x in "qkv"]
     assert parts[f"attn.{leaf}.weight"] == [
         (f"attn.{names[0]}.weight", 0, (32, H)),
@@ -73,7 +73,7 @@ def test_q_k_and_v_have_the_rows_that_the_config_gives(leaf: str) -> None:
 
 def test_each_stack_has_the_heads_of_its_own_config() -> None:
     vision = {"vision_config": {"depth": 2, "num_heads": 2}, "text_config": HEADS}
-    parts = found({"attn.qkv.weight": (72, H)}, vision, "visual.blocks.{}.")
+    parts = parts_by_suffix({"attn.qkv.weight": (72, H)}, vision, "visual.blocks.{}.")
     assert [shape for _, _, shape in parts["attn.qkv.weight"]] == [(24, H)] * 3
 
 
@@ -90,17 +90,19 @@ def test_each_stack_has_the_heads_of_its_own_config() -> None:
     ],
 )
 def test_rows_that_do_not_fit_the_config_are_one_matrix(config: Mapping[str, Any] | None, rows: int) -> None:
-    assert found({"attn.qkv_proj.weight": (rows, H)}, config) == {"attn.qkv_proj.weight": []}
+    assert parts_by_suffix({"attn.qkv_proj.weight": (rows, H)}, config) == {"attn.qkv_proj.weight": []}
 
 
 def test_heads_that_may_be_interleaved_are_taken_apart_only_where_there_is_one_kv_head() -> None:
     one = HEADS | {"num_key_value_heads": 1}
-    parts = found({"attention.query_key_value.weight": (48, H)}, one)
+    parts = parts_by_suffix({"attention.query_key_value.weight": (48, H)}, one)
     assert [name for name, _, _ in parts["attention.query_key_value.weight"]] == [
         f"attention.{x}.weight" for x in ("query", "key", "value")
     ]
     for rows in (96, 64):
-        assert found({"attention.query_key_value.weight": (rows, H)}, HEADS) == {"attention.query_key_value.weight": []}
+        assert parts_by_suffix({"attention.query_key_value.weight": (rows, H)}, HEADS) == {
+            "attention.query_key_value.weight": []
+        }
 
 
 @pytest.mark.parametrize(
@@ -109,17 +111,17 @@ def test_heads_that_may_be_interleaved_are_taken_apart_only_where_there_is_one_k
 )
 def test_gate_and_up_are_halves_where_the_matrix_after_them_fits(fused: str, after: str) -> None:
     shapes = {f"mlp.{fused}.weight": (2 * INNER, H), f"mlp.{fused}.bias": (2 * INNER,), f"mlp.{after}.weight": (H, INNER)}
-    parts = found(shapes)
+    parts = parts_by_suffix(shapes)
     assert [part[1:] for part in parts[f"mlp.{fused}.weight"]] == [(0, (INNER, H)), (INNER * H, (INNER, H))]
     assert [part[1:] for part in parts[f"mlp.{fused}.bias"]] == [(0, (INNER,)), (INNER, (INNER,))]
     assert parts[f"mlp.{after}.weight"] == []
-    plain = found({f"mlp.{fused}.weight": (2 * INNER, H), f"mlp.{after}.weight": (H, 2 * INNER)})
+    plain = parts_by_suffix({f"mlp.{fused}.weight": (2 * INNER, H), f"mlp.{after}.weight": (H, 2 * INNER)})
     assert plain[f"mlp.{fused}.weight"] == [], "not gated: an MLP of one matrix before the activation"
-    assert found({f"mlp.{fused}.weight": (2 * INNER, H)})[f"mlp.{fused}.weight"] == []
+    assert parts_by_suffix({f"mlp.{fused}.weight": (2 * INNER, H)})[f"mlp.{fused}.weight"] == []
 
 
 def test_experts_are_named_as_in_an_unfused_model() -> None:
-    parts = found({"mlp.experts.gate_up_proj": (2, 2 * INNER, H), "mlp.experts.down_proj": (2, H, INNER)})
+    parts = parts_by_suffix({"mlp.experts.gate_up_proj": (2, 2 * INNER, H), "mlp.experts.down_proj": (2, H, INNER)})
     assert parts["mlp.experts.gate_up_proj"] == [
         ("mlp.experts.0.gate_proj.weight", 0, (INNER, H)),
         ("mlp.experts.0.up_proj.weight", INNER * H, (INNER, H)),
@@ -133,7 +135,7 @@ def test_experts_are_named_as_in_an_unfused_model() -> None:
 
 
 def test_experts_fused_along_the_columns_are_one_matrix_each() -> None:
-    parts = found({"mlp.experts.gate_up_proj": (2, H, 2 * INNER), "mlp.experts.down_proj": (2, INNER, H)})
+    parts = parts_by_suffix({"mlp.experts.gate_up_proj": (2, H, 2 * INNER), "mlp.experts.down_proj": (2, INNER, H)})
     assert parts["mlp.experts.gate_up_proj"] == [
         ("mlp.experts.0.gate_up_proj.weight", 0, (H, 2 * INNER)),
         ("mlp.experts.1.gate_up_proj.weight", 2 * INNER * H, (H, 2 * INNER)),
@@ -142,7 +144,7 @@ def test_experts_fused_along_the_columns_are_one_matrix_each() -> None:
 
 @pytest.mark.parametrize("shape", [(0, H), (40, H), (40,), (), (3, 4, 5, 6)])
 def test_other_tensors_are_one_matrix(shape: tuple[int, ...]) -> None:
-    assert found({"mlp.up_proj.weight": shape, "attn.c_attn.weight": (H, 3 * H)}, HEADS) == {
+    assert parts_by_suffix({"mlp.up_proj.weight": shape, "attn.c_attn.weight": (H, 3 * H)}, HEADS) == {
         "mlp.up_proj.weight": [],
         "attn.c_attn.weight": [],
     }
@@ -219,13 +221,13 @@ def recipe(case: Case, folder: Path, kind: str) -> dict[str, Any]:
     """The case's merge of the models of one kind, with its parameters written out."""
     names = [str(folder / f"{kind}{k}") for k in range(case.inputs)]
     listed = [
-        {"model": name, "parameters": {p: v for p, v in own.items() if v is not None}}
-        for name, own in zip(names, case.models, strict=True)
+        {"model": name, "parameters": {p: v for p, v in parameters.items() if v is not None}}
+        for name, parameters in zip(names, case.models, strict=True)
     ]
     ignored = {p.name for p in methods.get(case.method).parameters if p.ignored}
     shared = {p: v for p, v in case.shared.items() if v is not None and p not in ignored}
-    made: dict[str, Any] = {"merge_method": case.method, "models": listed[case.base :], "parameters": shared}
-    return made | {"base_model": names[0]} if case.base else made
+    document: dict[str, Any] = {"merge_method": case.method, "models": listed[case.base :], "parameters": shared}
+    return document | {"base_model": names[0]} if case.base else document
 
 
 def read(path: Path) -> Tensors:
@@ -296,10 +298,10 @@ def test_what_is_called_elementwise_gives_the_same_bytes_in_one_piece_and_in_man
     assert {n: as_bytes(a) for n, a in one.items()} == {n: as_bytes(a) for n, a in many.items()}
 
 
-def ties(folder: Path, kind: str, **more: Any) -> dict[str, Any]:
+def ties(folder: Path, kind: str, **options: Any) -> dict[str, Any]:
     names = [str(folder / f"{kind}{k}") for k in range(3)]
-    own = {"parameters": {"weight": 0.5, "density": 0.3}}
-    return {"merge_method": "ties", "base_model": names[0], "models": [{"model": n, **own} for n in names[1:]], **more}
+    settings = {"parameters": {"weight": 0.5, "density": 0.3}}
+    return {"merge_method": "ties", "base_model": names[0], "models": [{"model": n, **settings} for n in names[1:]], **options}
 
 
 @pytest.mark.slow
@@ -307,9 +309,9 @@ def test_steps_after_a_merge_see_each_matrix(models: Path, tmp_path: Path) -> No
     """task_arithmetic itself is elementwise; with norm_match it is not."""
     steps: dict[str, tuple[Step, ...]] = {}
     for kind in ("whole", "fused"):
-        made = ties(models, kind) | {"merge_method": "task_arithmetic", "parameters": {"norm_match": "mean"}}
-        made["models"] = [{**m, "parameters": {"weight": 0.5}} for m in made["models"]]
-        steps[kind] = weightsmith.merge(made, tmp_path / kind, fsync=False).plan.steps
+        document = ties(models, kind) | {"merge_method": "task_arithmetic", "parameters": {"norm_match": "mean"}}
+        document["models"] = [{**m, "parameters": {"weight": 0.5}} for m in document["models"]]
+        steps[kind] = weightsmith.merge(document, tmp_path / kind, fsync=False).plan.steps
     assert {step.op for step in steps["fused"]} == {"join", "task_arithmetic"}
     expected, got = fused(read(tmp_path / "whole")), read(tmp_path / "fused")
     assert {n: as_bytes(a) for n, a in got.items()} == {n: as_bytes(a) for n, a in expected.items()}
@@ -366,8 +368,8 @@ def test_experts_are_taken_out_of_fused_tensors_that_are_merged_on_the_way(tmp_p
         model = transformers.Phi3ForCausalLM(transformers.Phi3Config(**sizes, **heads))
         names.append(str(tmp_path / f"dense{seed}"))
         model.to(torch.bfloat16).save_pretrained(names[-1])
-    own = {"model": names[1], "parameters": {"weight": 1, "density": 0.5}}
-    inline = {"merge_method": "ties", "base_model": names[0], "models": [own]}
+    entry = {"model": names[1], "parameters": {"weight": 1, "density": 0.5}}
+    inline = {"merge_method": "ties", "base_model": names[0], "models": [entry]}
     weightsmith.merge(inline, tmp_path / "merged", fsync=False)
     experts = [{"source_model": name} for name in names]
     for out, base in (("one", str(tmp_path / "merged")), ("two", inline)):

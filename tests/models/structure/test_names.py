@@ -66,13 +66,13 @@ LLAVA_OLD = [
 LLAVA_CONFIG: Config = {"text_config": {"num_hidden_layers": 3}, "vision_config": {"num_hidden_layers": 2}}
 
 
-def found(s: Structure) -> dict[str, tuple[int, str, tuple[tuple[str, ...], ...]]]:
+def stacks_of(s: Structure) -> dict[str, tuple[int, str, tuple[tuple[str, ...], ...]]]:
     return {stack.prefix: (stack.n_layers, stack.kind, stack.config_paths) for stack in s.stacks}
 
 
 def test_decoder_has_one_stack_and_one_module() -> None:
     s = structure(LLAMA, {"num_hidden_layers": 3})
-    assert found(s) == {"model.layers.": (3, "decoder", (("num_hidden_layers",),))}
+    assert stacks_of(s) == {"model.layers.": (3, "decoder", (("num_hidden_layers",),))}
     assert s.main == s.stacks[0]
     assert list(s.modules) == ["model"]
     assert s.modules["model"] == tuple(LLAMA)
@@ -132,7 +132,7 @@ def test_huge_index_is_no_layer_and_allocates_nothing() -> None:
 def test_stack_inside_a_numbered_part_is_found() -> None:
     names = layers("vision_tower.0.blocks.", 3, "attn.qkv.weight", "mlp.fc1.weight")
     s = structure([*names, *LLAMA], {"text_config": {"num_hidden_layers": 3}, "vision_config": {"depth": 3}})
-    assert found(s)["vision_tower.0.blocks."] == (3, "vision", (("vision_config", "depth"),))
+    assert stacks_of(s)["vision_tower.0.blocks."] == (3, "vision", (("vision_config", "depth"),))
     assert s.rename(names[-1], 0) == "vision_tower.0.blocks.0.mlp.fc1.weight"
 
 
@@ -175,7 +175,7 @@ def test_count_far_below_the_layers_found_is_not_theirs() -> None:
 
 def test_encoder_decoder_has_no_main_stack_and_three_modules() -> None:
     s = structure(T5, {"num_layers": 3, "num_decoder_layers": 2})
-    assert found(s) == {
+    assert stacks_of(s) == {
         "encoder.block.": (3, "encoder", (("num_layers",),)),
         "decoder.block.": (2, "decoder", (("num_decoder_layers",),)),
     }
@@ -192,8 +192,8 @@ def test_t5_with_equal_counts_keeps_them_apart() -> None:
 
 def test_plain_count_beside_encoder_layers_mirrors_the_encoder() -> None:
     s = structure(BART, {"encoder_layers": 2, "decoder_layers": 2, "num_hidden_layers": 2})
-    assert found(s)["model.encoder.layers."][2] == (("encoder_layers",), ("num_hidden_layers",))
-    assert found(s)["model.decoder.layers."][2] == (("decoder_layers",),)
+    assert stacks_of(s)["model.encoder.layers."][2] == (("encoder_layers",), ("num_hidden_layers",))
+    assert stacks_of(s)["model.decoder.layers."][2] == (("decoder_layers",),)
     assert (s.find_module("encoder"), s.find_module("shared")) == ("model.encoder", "shared")
 
 
@@ -202,8 +202,8 @@ def test_a_plain_count_is_not_that_of_convolutions_before_the_encoder() -> None:
     convolutions = "model.encoder.prenet.feature_encoder.conv_layers."
     names = [*BART, *layers(convolutions, 3, "conv.weight", "layer_norm.weight")]
     s = structure(names, {"encoder_layers": 2, "decoder_layers": 2, "num_hidden_layers": 2, "num_feat_extract_layers": 3})
-    assert found(s)[convolutions][2] == (("num_feat_extract_layers",),)
-    assert found(s)["model.encoder.layers."][2] == (("encoder_layers",), ("num_hidden_layers",))
+    assert stacks_of(s)[convolutions][2] == (("num_feat_extract_layers",),)
+    assert stacks_of(s)["model.encoder.layers."][2] == (("encoder_layers",), ("num_hidden_layers",))
 
 
 def test_count_that_fits_both_sides_is_the_decoders() -> None:
@@ -220,7 +220,7 @@ def test_every_key_that_holds_the_count_is_found() -> None:
 def test_text_count_repeated_at_the_top_is_a_mirror() -> None:
     config = {"num_hidden_layers": 3, "text_config": {"num_hidden_layers": 3}, "vision_config": {"depth": 3}}
     names = [*layers("model.visual.blocks.", 3), *layers("model.language_model.layers.", 3)]
-    assert found(structure(names, config)) == {
+    assert stacks_of(structure(names, config)) == {
         "model.visual.blocks.": (3, "vision", (("vision_config", "depth"),)),
         "model.language_model.layers.": (
             3,
@@ -233,7 +233,7 @@ def test_text_count_repeated_at_the_top_is_a_mirror() -> None:
 def test_encoder_layers_of_an_audio_config_count_the_audio_tower() -> None:
     config = {"audio_config": {"encoder_layers": 2, "decoder_layers": 2}, "text_config": {"num_hidden_layers": 3}}
     s = structure([*layers("audio_tower.layers.", 2), *layers("language_model.model.layers.", 3)], config)
-    assert found(s)["audio_tower.layers."] == (2, "audio", (("audio_config", "encoder_layers"),))
+    assert stacks_of(s)["audio_tower.layers."] == (2, "audio", (("audio_config", "encoder_layers"),))
     assert s.main is not None
     assert s.main.prefix == "language_model.model.layers."
 

@@ -15,20 +15,20 @@ TASKS = {"SEQ_CLS": "SEQUENCE_CLASSIFICATION", "TOKEN_CLS": "TOKEN_CLASSIFICATIO
 def test_the_class_is_transformers_own(task: str) -> None:
     """For the classes of all types of models that have both."""
     auto = pytest.importorskip("transformers.models.auto.modeling_auto")
-    wanted = getattr(auto, f"MODEL_FOR_{TASKS[task]}_MAPPING_NAMES")
+    class_names = getattr(auto, f"MODEL_FOR_{TASKS[task]}_MAPPING_NAMES")
     compared = 0
     for kinds in ("FOR_CAUSAL_LM_", "FOR_MASKED_LM_", "FOR_PRETRAINING_", ""):
         for kind, names in getattr(auto, f"MODEL_{kinds}MAPPING_NAMES").items():
             name = names if isinstance(names, str) else names[0]
-            if kind in wanted and not wanted[kind].endswith("Simple"):  # of XLM and XLNet: heads of another form
+            if kind in class_names and not class_names[kind].endswith("Simple"):  # of XLM and XLNet: heads of another form
                 config = {"architectures": [name], "model_type": kind}
-                assert class_of(config, task, None) == wanted[kind], (kind, name)
+                assert class_of(config, task, None) == class_names[kind], (kind, name)
                 compared += 1
     assert compared > 50
 
 
 @pytest.mark.parametrize(
-    ("config", "task", "trained", "found"),
+    ("config", "task", "trained", "expected"),
     [
         ({"architectures": ["X"]}, "SEQ_CLS", "LlamaForTokenClassification", "LlamaForTokenClassification"),
         ({"architectures": ["LlamaForCausalLM"]}, "SEQ_CLS", "LlamaForCausalLM", "LlamaForSequenceClassification"),
@@ -41,8 +41,8 @@ def test_the_class_is_transformers_own(task: str) -> None:
         ({}, "SEQ_CLS", None, ""),
     ],
 )
-def test_a_class_that_is_not_known_is_not_guessed(config: dict[str, Any], task: Any, trained: Any, found: str) -> None:
-    assert class_of(config, task, trained) == found
+def test_a_class_that_is_not_known_is_not_guessed(config: dict[str, Any], task: Any, trained: Any, expected: str) -> None:
+    assert class_of(config, task, trained) == expected
 
 
 def test_the_labels_of_a_head() -> None:

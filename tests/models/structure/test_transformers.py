@@ -89,10 +89,10 @@ def sweep(mapping: Mapping[Any, Any], only: Sequence[str] = ()) -> tuple[dict[st
         if only and name not in only:
             continue
         model_class = mapping[config_class]
-        made = on_meta(config_class, model_class[0] if isinstance(model_class, tuple) else model_class)
-        if made is not None:
+        on_meta_model = on_meta(config_class, model_class[0] if isinstance(model_class, tuple) else model_class)
+        if on_meta_model is not None:
             built += 1
-            problem = check(*made)
+            problem = check(*on_meta_model)
             if problem:
                 problems[name] = problem
     return problems, built
@@ -130,9 +130,9 @@ def test_text_stack_of_vision_language_models_is_found() -> None:
     "ViTConfig BertConfig RobertaConfig DistilBertConfig ModernBertConfig Dinov2Config Wav2Vec2Config".split(),
 )
 def test_only_stack_of_an_encoder_is_its_main_one(config_class: str) -> None:
-    made = on_meta(getattr(transformers, config_class), _base_model(config_class))
-    assert made is not None
-    assert check(*made) == ""
+    built = on_meta(getattr(transformers, config_class), _base_model(config_class))
+    assert built is not None
+    assert check(*built) == ""
 
 
 @pytest.mark.slow
@@ -146,9 +146,9 @@ def test_only_stack_of_an_encoder_is_its_main_one(config_class: str) -> None:
     ],
 )
 def test_encoder_decoder_has_two_counted_stacks(config_class: str, encoder: str, decoder: str) -> None:
-    made = on_meta(getattr(transformers, config_class), _base_model(config_class))
-    assert made is not None
-    s, _ = structure_of(*made)
+    built = on_meta(getattr(transformers, config_class), _base_model(config_class))
+    assert built is not None
+    s, _ = structure_of(*built)
     assert {stack.prefix: stack.kind for stack in s.stacks} == {encoder: "encoder", decoder: "decoder"}
     assert all(stack.config_path for stack in s.stacks)
     assert len({stack.config_path for stack in s.stacks}) == 2
@@ -156,9 +156,9 @@ def test_encoder_decoder_has_two_counted_stacks(config_class: str, encoder: str,
 
 
 def test_clip_has_two_towers_and_no_main_stack() -> None:
-    made = on_meta(transformers.CLIPConfig, transformers.CLIPModel)
-    assert made is not None
-    s, _ = structure_of(*made)
+    built = on_meta(transformers.CLIPConfig, transformers.CLIPModel)
+    assert built is not None
+    s, _ = structure_of(*built)
     assert [stack.module for stack in s.stacks] == ["text_model", "vision_model"]
     assert s.main is None
 

@@ -13,10 +13,10 @@ from weightsmith._models.structure import analyse, resize_config
 F32 = DTYPES["F32"]
 
 
-def resized(config: dict[str, Any], source: list[int], widths: list[int] | None = None, *more: str) -> dict[str, Any]:
+def resized(config: dict[str, Any], source: list[int], widths: list[int] | None = None, *extra_names: str) -> dict[str, Any]:
     n = config["num_hidden_layers"]
     specs = [TensorSpec(f"encoder.layer.{i}.norm.weight", F32, ((widths or [4] * n)[i],)) for i in range(n)]
-    specs += [TensorSpec(name, F32, (4, 4 * n)) for name in more]
+    specs += [TensorSpec(name, F32, (4, 4 * n)) for name in extra_names]
     return resize_config(config, analyse(specs, config), {"encoder.layer.": source})[0]
 
 

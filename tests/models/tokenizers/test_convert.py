@@ -26,15 +26,17 @@ TEXTS = [*SAMPLES, *SPACES, TEXT, OTHER_TEXT, "\u2581x", "a<0x41>b", "e\u0301 \u
 def converted(folder: Path, **content: bytes) -> tuple[Tokenizer, dict[str, Any]]:
     """The tokenizer, and its tokenizer_config.json."""
     write(folder, content)
-    found = read_vocabulary("m", folder, list(content))
-    assert found is not None
+    vocabulary = read_vocabulary("m", folder, list(content))
+    assert vocabulary is not None
     data = contents_of(folder, list(content))
-    made = convert(found, data)
-    return Tokenizer.from_str(json.dumps(made.tokenizer)), made.settings(json.loads(data.get("tokenizer_config.json", b"{}")))
+    conversion = convert(vocabulary, data)
+    return Tokenizer.from_str(json.dumps(conversion.tokenizer)), conversion.settings(
+        json.loads(data.get("tokenizer_config.json", b"{}"))
+    )
 
 
-def settings(**given: object) -> dict[str, bytes]:
-    return {"tokenizer_config.json": json.dumps(given).encode()}
+def settings(**keys: object) -> dict[str, bytes]:
+    return {"tokenizer_config.json": json.dumps(keys).encode()}
 
 
 # ---- SentencePiece
@@ -62,7 +64,7 @@ PIECES: list[tuple[str, float, int]] = [
 
 
 def test_spaces_are_merged_as_sentencepiece_does(tmp_path: Path) -> None:
-    made, about = converted(tmp_path, **{"tokenizer.model": sentencepiece(PIECES)})
+    tokenizer, about = converted(tmp_path, **{"tokenizer.model": sentencepiece(PIECES)})
     expected = {
         "bar bar": ["\u2581bar", "\u2581bar"],
         "bar  bar": ["\u2581bar", "\u2581", "\u2581bar"],
@@ -71,9 +73,9 @@ def test_spaces_are_merged_as_sentencepiece_does(tmp_path: Path) -> None:
         "": [],
         "\u00e9": ["\u2581", "<0xC3>", "<0xA9>"],
     }
-    assert {text: made.encode(text, add_special_tokens=False).tokens for text in expected} == expected
-    assert made.encode("bar<s>bar").tokens == ["<s>", "\u2581bar", "<s>", "\u2581bar"]
-    assert made.decode(made.encode(" bar  bar").ids) == " bar  bar"
+    assert {text: tokenizer.encode(text, add_special_tokens=False).tokens for text in expected} == expected
+    assert tokenizer.encode("bar<s>bar").tokens == ["<s>", "\u2581bar", "<s>", "\u2581bar"]
+    assert tokenizer.decode(tokenizer.encode(" bar  bar").ids) == " bar  bar"
     assert about == {
         **{"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -84,27 +86,27 @@ def test_spaces_are_merged_as_sentencepiece_does(tmp_path: Path) -> None:
 
 def test_settings_of_a_sentencepiece_tokenizer(tmp_path: Path) -> None:
     model = {"tokenizer.model": sentencepiece(PIECES)}
-    given = settings(tokenizer_class="LlamaTokenizer", legacy=False, add_bos_token=False, add_eos_token=True)
-    made, about = converted(tmp_path / "a", **model, **given)
-    assert made.encode("bar<s>bar").tokens == ["\u2581bar", "<s>", "ba", "r", "</s>"]  # no space after a special token
+    with_settings = settings(tokenizer_class="LlamaTokenizer", legacy=False, add_bos_token=False, add_eos_token=True)
+    tokenizer, about = converted(tmp_path / "a", **model, **with_settings)
+    assert tokenizer.encode("bar<s>bar").tokens == ["\u2581bar", "<s>", "ba", "r", "</s>"]  # no space after a special token
     assert (about["tokenizer_class"], about["legacy"]) == ("PreTrainedTokenizerFast", False)
-    made, about = converted(tmp_path / "e", **model, **settings(bos_token="</s>"))
-    assert (made.encode("ar").tokens, about["bos_token"]) == (["</s>", "\u2581", "ar"], "</s>")
-    made, _ = converted(tmp_path / "b", **model, **settings(add_prefix_space=False))
-    assert made.encode("bar", add_special_tokens=False).tokens == ["ba", "r"]
+    tokenizer, about = converted(tmp_path / "e", **model, **settings(bos_token="</s>"))
+    assert (tokenizer.encode("ar").tokens, about["bos_token"]) == (["</s>", "\u2581", "ar"], "</s>")
+    tokenizer, _ = converted(tmp_path / "b", **model, **settings(add_prefix_space=False))
+    assert tokenizer.encode("bar", add_special_tokens=False).tokens == ["ba", "r"]
 
 
 def test_tokens_that_a_sentencepiece_model_defines(tmp_path: Path) -> None:
     pieces = [*PIECES, ("\u2581\u2581\u2581\u2581\u2581", 0, 4), ("<b>", 0, 4)]
     no_prefix = b"\x18\x00\x20\x00"
-    made, _ = converted(tmp_path, **{"tokenizer.model": sentencepiece(pieces, normalizer=no_prefix)})
+    tokenizer, _ = converted(tmp_path, **{"tokenizer.model": sentencepiece(pieces, normalizer=no_prefix)})
     texts = ["bar" + " " * n + "bar<b>b" for n in range(9)]
-    found = [made.encode(text, add_special_tokens=False).tokens for text in texts]
-    assert found[5:7] == [["ba", "r", "\u2581" * 5, "ba", "r", "<b>", "b"], ["ba", "r", "\u2581" * 5, "\u2581bar", "<b>", "b"]]
+    tokens = [tokenizer.encode(text, add_special_tokens=False).tokens for text in texts]
+    assert tokens[5:7] == [["ba", "r", "\u2581" * 5, "ba", "r", "<b>", "b"], ["ba", "r", "\u2581" * 5, "\u2581bar", "<b>", "b"]]
     oracle = pytest.importorskip("sentencepiece").SentencePieceProcessor(
         model_proto=sentencepiece(pieces, normalizer=no_prefix)
     )
-    assert found == [oracle.encode(text, out_type=str) for text in texts]
+    assert tokens == [oracle.encode(text, out_type=str) for text in texts]
 
 
 EDGES = [
@@ -128,12 +130,12 @@ def trained_model(kind: str, rule: str, *, prefix: bool, squeeze: bool, byte_fal
     return model.getvalue()
 
 
-def same(found: list[int], expected: list[int], kind: str, judge: Any) -> bool:
+def same(actual: list[int], expected: list[int], kind: str, judge: Any) -> bool:
     """Equal; of unigram pieces, or another segmentation that is as probable: SentencePiece takes any of them."""
-    if kind == "bpe" or found == expected:
-        return found == expected
-    scores = [sum(map(judge.get_score, each)) for each in (found, expected)]
-    return judge.decode(found) == judge.decode(expected) and scores[0] == pytest.approx(scores[1], rel=1e-6)
+    if kind == "bpe" or actual == expected:
+        return actual == expected
+    scores = [sum(map(judge.get_score, token_ids)) for token_ids in (actual, expected)]
+    return judge.decode(actual) == judge.decode(expected) and scores[0] == pytest.approx(scores[1], rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -155,21 +157,21 @@ def test_a_trained_sentencepiece_model(
     first, _ = converted(tmp_path / "first", **{"spiece.model": data}, **settings(legacy=False))
     end = judge.eos_id()
     for text in (*TEXTS, *EDGES):
-        for made in (legacy, first):
-            found, expected = ids(made, text), judge.encode(text)
-            assert same(found, expected, kind, judge), repr(text)
+        for tokenizer in (legacy, first):
+            actual, expected = ids(tokenizer, text), judge.encode(text)
+            assert same(actual, expected, kind, judge), repr(text)
         if rule == "identity" and not squeeze and byte_fallback and "\u2581" not in text:
             assert first.decode(ids(first, text)) == text
     for before, after in zip(EDGES, reversed(EDGES), strict=True):
-        found = ids(legacy, f"{before}</s>{after}")
-        cut = found.index(end)
-        assert same(found[:cut], judge.encode(before), kind, judge), (before, after)
-        assert same(found[cut + 1 :], judge.encode(after), kind, judge), (before, after)
-        found = ids(first, f"{before}</s>{after}")
-        cut = found.index(end)
-        assert same(found[:cut], judge.encode(before), kind, judge), (before, after)
+        actual = ids(legacy, f"{before}</s>{after}")
+        cut = actual.index(end)
+        assert same(actual[:cut], judge.encode(before), kind, judge), (before, after)
+        assert same(actual[cut + 1 :], judge.encode(after), kind, judge), (before, after)
+        actual = ids(first, f"{before}</s>{after}")
+        cut = actual.index(end)
+        assert same(actual[:cut], judge.encode(before), kind, judge), (before, after)
         if not squeeze:  # else one of the spaces after a special token stays
-            assert same(found[cut + 1 :], bare.encode(after), kind, judge), (before, after)
+            assert same(actual[cut + 1 :], bare.encode(after), kind, judge), (before, after)
 
 
 # ---- other files
@@ -180,53 +182,55 @@ def test_vocab_json_with_merges(tmp_path: Path) -> None:
     base.model.save(str(tmp_path))
     files = {name: (tmp_path / name).read_bytes() for name in ("vocab.json", "merges.txt")}
     files["vocab.json"] = json.dumps(base.get_vocab()).encode()
-    made, about = converted(tmp_path / "m", **files)
-    assert made.get_vocab() == base.get_vocab()
+    tokenizer, about = converted(tmp_path / "m", **files)
+    assert tokenizer.get_vocab() == base.get_vocab()
     for text in TEXTS:
-        assert ids(made, text) == ids(base, text)
+        assert ids(tokenizer, text) == ids(base, text)
     end = base.token_to_id("<|endoftext|>")
-    assert ids(made, "fox<|endoftext|>") == [*ids(base, "fox"), end]
+    assert ids(tokenizer, "fox<|endoftext|>") == [*ids(base, "fox"), end]
     assert about["eos_token"] == "<|endoftext|>"
-    made, _ = converted(tmp_path / "b", **files, **settings(tokenizer_class="GPT2Tokenizer", add_bos_token=True))
-    assert made.encode("fox").ids == [end, *ids(base, "fox")]
-    made, _ = converted(tmp_path / "s", **files, **settings(add_prefix_space=True))
-    assert ids(made, "fox") == ids(base, " fox")
-    made, _ = converted(tmp_path / "q", **files, **settings(tokenizer_class="Qwen2Tokenizer"))
-    assert ids(made, "e\u0301 12") == [*ids(base, "\u00e9"), *ids(base, " "), *ids(base, "1"), *ids(base, "2")]
+    tokenizer, _ = converted(tmp_path / "b", **files, **settings(tokenizer_class="GPT2Tokenizer", add_bos_token=True))
+    assert tokenizer.encode("fox").ids == [end, *ids(base, "fox")]
+    tokenizer, _ = converted(tmp_path / "s", **files, **settings(add_prefix_space=True))
+    assert ids(tokenizer, "fox") == ids(base, " fox")
+    tokenizer, _ = converted(tmp_path / "q", **files, **settings(tokenizer_class="Qwen2Tokenizer"))
+    assert ids(tokenizer, "e\u0301 12") == [*ids(base, "\u00e9"), *ids(base, " "), *ids(base, "1"), *ids(base, "2")]
 
 
 def test_vocab_txt(tmp_path: Path) -> None:
     base = trained("WordPiece", ["[PAD]", "[CLS]", "[SEP]", "[MASK]"])
     vocab = sorted(base.get_vocab(), key=base.get_vocab().__getitem__)
-    made, about = converted(tmp_path / "m", **{"vocab.txt": "\n".join(vocab).encode()})
+    tokenizer, about = converted(tmp_path / "m", **{"vocab.txt": "\n".join(vocab).encode()})
     for text in TEXTS:
-        assert ids(made, text) == ids(base, text)
-    assert made.encode("fox", "dog").tokens == [
+        assert ids(tokenizer, text) == ids(base, text)
+    assert tokenizer.encode("fox", "dog").tokens == [
         "[CLS]",
         *base.encode("fox").tokens,
         "[SEP]",
         *base.encode("dog").tokens,
         "[SEP]",
     ]
-    assert made.encode("fox", "dog").type_ids[-1] == 1
+    assert tokenizer.encode("fox", "dog").type_ids[-1] == 1
     assert about["mask_token"] == "[MASK]"
-    made, _ = converted(tmp_path / "b", **{"vocab.txt": BERT, **settings(pad_token="[P]")})  # has an id like any added token
-    assert made.encode("fox[P]").tokens == ["[CLS]", "fox", "[P]", "[SEP]"]
-    made, _ = converted(tmp_path / "c", **{"vocab.txt": "\n".join(vocab).encode()}, **settings(do_lower_case=False))
-    assert made.encode("Fox", add_special_tokens=False).tokens == ["[UNK]"]
+    tokenizer, _ = converted(
+        tmp_path / "b", **{"vocab.txt": BERT, **settings(pad_token="[P]")}
+    )  # has an id like any added token
+    assert tokenizer.encode("fox[P]").tokens == ["[CLS]", "fox", "[P]", "[SEP]"]
+    tokenizer, _ = converted(tmp_path / "c", **{"vocab.txt": "\n".join(vocab).encode()}, **settings(do_lower_case=False))
+    assert tokenizer.encode("Fox", add_special_tokens=False).tokens == ["[UNK]"]
 
 
 def test_tekken(tmp_path: Path) -> None:
     base = trained(special=[])
-    found = Vocabulary("m", "byte-level BPE", base.get_vocab(), {})
-    vocab = sorted(found.ids, key=found.ids.__getitem__)
-    ranks = [{"token_bytes": base64.b64encode(found.key(token)).decode()} for token in vocab]
+    vocabulary = Vocabulary("m", "byte-level BPE", base.get_vocab(), {})
+    vocab = sorted(vocabulary.ids, key=vocabulary.ids.__getitem__)
+    ranks = [{"token_bytes": base64.b64encode(vocabulary.key(token)).decode()} for token in vocab]
     pattern = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
     config = {"default_vocab_size": len(vocab) + 4, "default_num_special_tokens": 4, "pattern": pattern}
-    made, about = converted(tmp_path, **{"tekken.json": json.dumps({"config": config, "vocab": ranks}).encode()})
+    tokenizer, about = converted(tmp_path, **{"tekken.json": json.dumps({"config": config, "vocab": ranks}).encode()})
     for text in TEXTS:
-        assert [number - 4 for number in ids(made, text)] == ids(base, text)
-    assert made.encode("fox[INST]").tokens == ["<s>", *base.encode("fox").tokens, "[INST]"]
+        assert [number - 4 for number in ids(tokenizer, text)] == ids(base, text)
+    assert tokenizer.encode("fox[INST]").tokens == ["<s>", *base.encode("fox").tokens, "[INST]"]
     assert (about["bos_token"], about["eos_token"]) == ("<s>", "</s>")
 
 

@@ -21,14 +21,14 @@ BYTES = tokens("byte-level BPE", "the", "\u0120the", "A", "\u010a", "\u00c3", "\
 SENTENCES = tokens("SentencePiece BPE", "<0x41>", "\u2581the", "<0x0A>", "<0xC3>", "the", "A", "<s>", special=("<bos>", "</s>"))
 
 
-def found(out: Vocabulary, model: Vocabulary, **options: Any) -> dict[str, tuple[int, str]]:
+def matched(out: Vocabulary, model: Vocabulary, **options: Any) -> dict[str, tuple[int, str]]:
     options = {"roles": {"<s>": "<bos>", "<end>": "</s>"}, "size": len(model.ids), **options}
-    made = match(out, model, len(out.ids), **options)
-    return {token: (int(made.rows[i]), WAYS[made.ways[i]]) for token, i in out.ids.items()}
+    matching = match(out, model, len(out.ids), **options)
+    return {token: (int(matching.rows[i]), WAYS[matching.ways[i]]) for token, i in out.ids.items()}
 
 
 def test_between_families_bytes_are_compared_and_special_tokens_by_role() -> None:
-    assert found(BYTES, SENTENCES) == {
+    assert matched(BYTES, SENTENCES) == {
         "the": (4, "same token"),
         "\u0120the": (1, "same token"),
         "A": (5, "same token"),  # the piece, not <0x41>, which no text gives
@@ -41,15 +41,15 @@ def test_between_families_bytes_are_compared_and_special_tokens_by_role() -> Non
 
 
 def test_bytes_and_prefixes_match_only_where_they_may() -> None:
-    strict, loose = found(BYTES, SENTENCES, byte=False), found(BYTES, SENTENCES, prefix=True)
+    strict, loose = matched(BYTES, SENTENCES, byte=False), matched(BYTES, SENTENCES, prefix=True)
     assert strict["\u010a"] == (-1, "missing")
     assert strict["A"] == (5, "same token")
     assert loose["\u0120theory"] == (1, "prefix")
-    assert found(SENTENCES, tokens("SentencePiece BPE", "A"), roles={})["<0x41>"] == (0, "same byte")
+    assert matched(SENTENCES, tokens("SentencePiece BPE", "A"), roles={})["<0x41>"] == (0, "same byte")
 
 
 def test_ghosts_have_no_row_and_padding_takes_padding() -> None:
-    assert found(BYTES, SENTENCES, size=5)["A"] == (-1, "missing")
+    assert matched(BYTES, SENTENCES, size=5)["A"] == (-1, "missing")
     longer = match(BYTES, SENTENCES, 12, 12, {})
     assert longer.rows[8:].tolist() == [11, 9, 10, 11]  # 8 is a token of the model: its last row of padding
     assert {WAYS[way] for way in longer.ways[8:]} == {"no token"}

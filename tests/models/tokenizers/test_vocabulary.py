@@ -27,13 +27,13 @@ def piece(text: str, kind: int = 1) -> bytes:
 
 def test_a_sentencepiece_model(tmp_path: Path) -> None:
     pieces = piece("<unk>", 2) + piece("<s>", 3) + piece("\u2581the") + piece("<0x0A>", 6) + piece("<|x|>", 4)
-    found = read(tmp_path, **{"tokenizer.model": pieces + b"\x12\x02\x18\x02"})
-    assert found is not None
-    assert found.family == "SentencePiece BPE"
-    assert found.ids == {"<unk>": 0, "<s>": 1, "\u2581the": 2, "<0x0A>": 3, "<|x|>": 4}
-    assert {token: entry["special"] for token, entry in found.added.items()} == {"<s>": True, "<|x|>": False}
-    assert found.as_bytes[b" the"] == 2
-    assert found.as_bytes[b"\n"] == 3
+    vocabulary = read(tmp_path, **{"tokenizer.model": pieces + b"\x12\x02\x18\x02"})
+    assert vocabulary is not None
+    assert vocabulary.family == "SentencePiece BPE"
+    assert vocabulary.ids == {"<unk>": 0, "<s>": 1, "\u2581the": 2, "<0x0A>": 3, "<|x|>": 4}
+    assert {token: entry["special"] for token, entry in vocabulary.added.items()} == {"<s>": True, "<|x|>": False}
+    assert vocabulary.as_bytes[b" the"] == 2
+    assert vocabulary.as_bytes[b"\n"] == 3
     unigram = read(tmp_path, **{"spiece.model": pieces + b"\x12\x02\x18\x01"})
     assert unigram is not None
     assert unigram.family == "unigram"
@@ -74,18 +74,18 @@ def test_merges_are_cut_out_of_a_tokenizer_json(data: bytes, rest: bytes, merges
 def test_ranks_of_tiktoken(tmp_path: Path) -> None:
     lines = b"".join(base64.b64encode(token) + b" %d\n" % i for i, token in enumerate((b"a", b" the", b"\xc3\xa9")))
     for name in ("tokenizer.model", "qwen.tiktoken"):
-        found = read(tmp_path / name, **{name: lines})
-        assert found is not None
-        assert (found.family, found.ids) == ("byte-level BPE", {"a": 0, "\u0120the": 1, "\u00c3\u00a9": 2})
+        vocabulary = read(tmp_path / name, **{name: lines})
+        assert vocabulary is not None
+        assert (vocabulary.family, vocabulary.ids) == ("byte-level BPE", {"a": 0, "\u0120the": 1, "\u00c3\u00a9": 2})
 
 
 def test_tekken(tmp_path: Path) -> None:
     ranks = [{"token_bytes": base64.b64encode(token).decode()} for token in (b"a", b" b", b"not used")]
     config = {"default_vocab_size": 4, "default_num_special_tokens": 2}
     tekken = {"config": config, "vocab": ranks, "special_tokens": [{"rank": 1, "token_str": "<s>"}]}
-    found = read(tmp_path, **{"tekken.json": json.dumps(tekken).encode()})
-    assert found is not None
-    assert found.ids == {"a": 2, "\u0120b": 3, "<SPECIAL_0>": 0, "<s>": 1}
+    vocabulary = read(tmp_path, **{"tekken.json": json.dumps(tekken).encode()})
+    assert vocabulary is not None
+    assert vocabulary.ids == {"a": 2, "\u0120b": 3, "<SPECIAL_0>": 0, "<s>": 1}
     with pytest.raises(FormatError, match="a token that is not base64"):
         read(tmp_path, **{"tekken.json": json.dumps(tekken | {"vocab": [{"token_bytes": "%"}]}).encode()})
     with pytest.raises(FormatError, match="has no vocabulary"):

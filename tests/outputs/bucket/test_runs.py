@@ -119,9 +119,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(case: str, out: str, **more: Any) -> weightsmith.Merged:
+def run(case: str, out: str, **overrides: Any) -> weightsmith.Merged:
     function, recipe, options = RECIPES[case]
-    return getattr(weightsmith, function)(recipe, out, progress=False, **options, **more)  # type: ignore[no-any-return]
+    return getattr(weightsmith, function)(recipe, out, progress=False, **options, **overrides)  # type: ignore[no-any-return]
 
 
 @pytest.mark.slow
@@ -206,9 +206,9 @@ def test_killed_half_way_and_resumed_no_file_is_uploaded_twice(
     killed = spawned(KILLED, out)
     said = killed.communicate()
     assert killed.returncode == -signal.SIGKILL, said
-    left = server.contents("out")
-    assert left
-    assert all(name.endswith(".safetensors") for name in left), "nothing that a loader takes for a model"
+    remaining = server.contents("out")
+    assert remaining
+    assert all(name.endswith(".safetensors") for name in remaining), "nothing that a loader takes for a model"
     sent, put = [], BucketTarget.put
     monkeypatch.setattr(BucketTarget, "put", lambda self, name, file: (sent.append(name), put(self, name, file))[1])
     merged = weightsmith.merge("r.yml", out, progress=False, max_shard_bytes=SHARD)
@@ -233,8 +233,8 @@ def test_ctrl_c_leaves_work_that_one_of_two_processes_resumes(here: Path, moto: 
     assert "Finished tensors are kept in" in stopped
     assert first.returncode == 130
     both = [spawned(SLOW, out, "0.1") for _ in range(2)]
-    texts = [each.communicate()[1] for each in both]
-    ended = sorted(zip([each.returncode for each in both], texts, strict=True))
+    texts = [process.communicate()[1] for process in both]
+    ended = sorted(zip([process.returncode for process in both], texts, strict=True))
     assert [code for code, _ in ended] == [0, 3], ended
     assert re.search("error\\[(busy|output-exists)\\]", ended[1][1])
     weightsmith.merge("r.yml", "out", progress=False, max_shard_bytes=SHARD)
@@ -327,7 +327,7 @@ def test_no_bound_of_the_waits_stops_the_store_s_client(
         assert len(store.bodies) == 8  # four times by the client, which is asked twice
 
 
-def _run_through_faults(here: Path, server: Server, faults: Any, wanted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def _run_through_faults(here: Path, server: Server, faults: Any, least_faults: int, monkeypatch: pytest.MonkeyPatch) -> None:
     hasty(monkeypatch)
     proxy = FaultyProxy(server.port, 0.3, faults)
     through(proxy, server, monkeypatch)
@@ -338,9 +338,9 @@ def _run_through_faults(here: Path, server: Server, faults: Any, wanted: int, mo
             run("ties", server.address(out))
             assert server.contents(out) == tree(here / "out")
             assert server.contents(f"runs/{number}").keys() == {f"out/{name}" for name in tree(here / "out")}
-            if sum(proxy.counts.values()) >= wanted and all(proxy.counts.values()):
+            if sum(proxy.counts.values()) >= least_faults and all(proxy.counts.values()):
                 break
-        assert sum(proxy.counts.values()) >= wanted, proxy.counts
+        assert sum(proxy.counts.values()) >= least_faults, proxy.counts
         assert server.parts() == []  # an upload whose first answer was lost stays, without parts: nobody knows its id
     finally:
         proxy.close()
@@ -356,9 +356,9 @@ def test_a_store_that_keeps_failing_is_one_error_and_the_run_resumes(
     with pytest.raises(StoreError, match=r"the store does not answer .* as it should"):
         run("linear", server.address("out"))
     proxy.close()
-    with pytest.raises(StoreError, match=r"does not answer|cannot be reached") as found:
+    with pytest.raises(StoreError, match=r"does not answer|cannot be reached") as caught:
         run("linear", server.address("out"))
-    assert "check " in str(found.value).lower()
+    assert "check " in str(caught.value).lower()
     for name, value in environment_of(server).items():
         monkeypatch.setenv(name, value)
     run("linear", server.address("out"))
@@ -462,12 +462,12 @@ def test_clean_and_verify_from_the_command_line(here: Path, moto: Server, cli: C
 
     with pytest.raises(KeyboardInterrupt):
         weightsmith.merge(RECIPES["linear"][1], out, progress=stop, max_shard_bytes=SHARD)
-    left = {*moto.contents("models")}
-    assert ".out.weightsmith-staging/claim" in left
+    leftovers = {*moto.contents("models")}
+    assert ".out.weightsmith-staging/claim" in leftovers
     assert "a process is working on it" in cli("clean", out).err
     monkeypatch.setattr(bucket.Claim, "is_running", False)
     assert "models/.out.weightsmith-staging" in cli("clean", out).out
-    assert left <= {*moto.contents("models")}, "a file was on its way"
+    assert leftovers <= {*moto.contents("models")}, "a file was on its way"
     assert cli("clean", moto.address("models"), "--yes").code == 0
     assert moto.contents("models") == {}
     assert {path.name for path in here.iterdir()} == {*MODELS}
@@ -495,13 +495,13 @@ def test_credentials_that_are_missing_are_one_error(
     pytest.importorskip({"s3": "botocore", "gs": "google.auth", "az": "azure.storage.blob"}[scheme])
     for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_", "AZURE_", "STORAGE_EMULATOR"))]:
         monkeypatch.delenv(name)
-    more = {"AWS_EC2_METADATA_DISABLED": "true", "NO_GCE_CHECK": "true", "CLOUDSDK_CONFIG": str(here)}
-    for name, value in (environment_at(scheme, 1) | more).items():
+    variables = {"AWS_EC2_METADATA_DISABLED": "true", "NO_GCE_CHECK": "true", "CLOUDSDK_CONFIG": str(here)}
+    for name, value in (environment_at(scheme, 1) | variables).items():
         if name not in missing:
             monkeypatch.setenv(name, value)
-    with pytest.raises(StoreError, match=message) as found:
+    with pytest.raises(StoreError, match=message) as caught:
         run("linear", f"{scheme}://bkt/out")
-    assert re.search("AWS_PROFILE|GOOGLE_APPLICATION_CREDENTIALS|AZURE_STORAGE_ACCOUNT_NAME", str(found.value))
+    assert re.search("AWS_PROFILE|GOOGLE_APPLICATION_CREDENTIALS|AZURE_STORAGE_ACCOUNT_NAME", str(caught.value))
 
 
 def test_a_claim_in_a_bucket_removes_no_work_of_another_output(

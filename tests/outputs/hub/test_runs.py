@@ -44,17 +44,17 @@ SHARD = 60_000
 """Bytes of a weight file: the merges have about ten."""
 
 
-def run(case: str = "ties", out: str = OUT, **more: Any) -> weightsmith.Merged:
+def run(case: str = "ties", out: str = OUT, **overrides: Any) -> weightsmith.Merged:
     function, recipe, options = RECIPES[case]
-    options = {**options, "max_shard_bytes": SHARD, **more}
+    options = {**options, "max_shard_bytes": SHARD, **overrides}
     return getattr(weightsmith, function)(recipe, out, progress=False, **options)  # type: ignore[no-any-return]
 
 
-def local(here: Path, case: str = "ties", repo: str = "org/out", **more: Any) -> dict[str, bytes]:
+def local(here: Path, case: str = "ties", repo: str = "org/out", **options: Any) -> dict[str, bytes]:
     """The files of the same run into a folder. repo: the model on the Hub that its card names."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalTarget, "spec", repo)
-        run(case, str(here / "out"), **more)
+        run(case, str(here / "out"), **options)
     return tree(here / "out")
 
 
@@ -76,7 +76,7 @@ def test_the_files_are_those_of_a_local_run(here: Path, hub: FakeHub, case: str)
     assert staging(here) == []
     model = hub.written["org/out"]
     assert (model.visibility, len(model.commits), model.head().message) == ("private", 2, merged.plan.provenance.title)
-    assert [each["visibility"] for each in hub.created] == ["private"]
+    assert [request["visibility"] for request in hub.created] == ["private"]
     assert len(uploads(hub)) == len(set(uploads(hub))) == len(merged.plan.layout.shards)
     assert hub.leaked == []
 
@@ -133,8 +133,8 @@ def test_files_are_uploaded_through_xet_where_the_hub_has_it(
     hub.xet = str(folder)
     merged = run("linear")
     weights = {shard.name for shard in merged.plan.layout.shards}
-    found = hub.written["org/out"].head().files
-    assert {name: found[name].oid for name in weights} == {
+    files = hub.written["org/out"].head().files
+    assert {name: files[name].oid for name in weights} == {
         name: hashlib.sha256(data).hexdigest() for name, data in local(here, "linear").items() if name in weights
     }
     stored = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
@@ -198,16 +198,16 @@ def test_a_folder_is_pushed_to_a_branch_with_a_message(here: Path, hub: FakeHub)
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("options", "words"),
     [
         ({"push": "org/other"}, "--push uploads a local folder"),
         ({"keep_stages": True}, "results of stages are kept in local folders"),
         ({"out": "out", "commit_message": "x"}, "there is no commit"),
     ],
 )
-def test_options_that_such_an_output_lacks_are_rejected(here: Path, hub: FakeHub, more: dict[str, Any], words: str) -> None:
+def test_options_that_such_an_output_lacks_are_rejected(here: Path, hub: FakeHub, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ParameterError, match=words):
-        run("linear", **more)
+        run("linear", **options)
     assert (staging(here), hub.seen) == ([], [])
 
 
@@ -307,10 +307,10 @@ def test_a_request_that_fails_once_is_repeated(here: Path, hub: FakeHub, fault: 
     met = [0] * len(faults)
 
     def first(seen: Seen) -> Fault:
-        for i, each in enumerate(faults):
-            if found := each(seen):
+        for i, fault in enumerate(faults):
+            if answer := fault(seen):
                 met[i] += 1
-                return found
+                return answer
         return None
 
     hub.fault = first
@@ -324,20 +324,20 @@ def test_a_request_that_fails_once_is_repeated(here: Path, hub: FakeHub, fault: 
 
 def failing(method: str, start: str, fault: int | str, times: int, skip: int = 0) -> Callable[[Seen], Fault]:
     """Fail the next so many requests of a kind."""
-    left = [skip, times]
+    countdown = [skip, times]
     lock = threading.Lock()
 
-    def found(seen: Seen) -> Fault:
+    def fail(seen: Seen) -> Fault:
         if seen.method == method and seen.path.startswith(start):
             with lock:
-                if left[0]:
-                    left[0] -= 1
-                elif left[1]:
-                    left[1] -= 1
+                if countdown[0]:
+                    countdown[0] -= 1
+                elif countdown[1]:
+                    countdown[1] -= 1
                     return fault
         return None
 
-    return found
+    return fail
 
 
 @pytest.mark.slow
@@ -430,8 +430,8 @@ def test_an_error_after_the_repository_was_created_says_so(here: Path, hub: Fake
     hub.fails[start] = 403
     with pytest.raises(PushFailed, match="the token may not do this") as caught:
         run("linear", f"{OUT}@v2")
-    made = "Nothing was uploaded. The empty private repository org/out was created."
-    assert caught.value.state == ("Nothing was written." if existed else made)
+    state = "Nothing was uploaded. The empty private repository org/out was created."
+    assert caught.value.state == ("Nothing was written." if existed else state)
     assert (staging(here), [*hub.written["org/out"].branches]) == ([], ["main"])
 
 
@@ -636,15 +636,15 @@ def test_the_hub_is_asked_about_a_hundred_uploaded_files_at_a_time(hub: FakeHub,
 
     batches: list[int] = []
 
-    def ask(infos: list[Any], *given: Any) -> Any:
+    def ask(infos: list[Any], *args: Any) -> Any:
         batches.append(len(infos))
-        return known(infos, *given)
+        return known(infos, *args)
 
     known = lfs.post_lfs_batch_info
     monkeypatch.setattr(lfs, "post_lfs_batch_info", ask)
     hub.put("org/out", {})
     files = {f"{i}.safetensors": HubContent(1, "", hashlib.sha256(b"%d" % i).hexdigest()) for i in range(250)}
-    hub.objects = {each.sha256: b"x" for name, each in files.items() if name not in ("7.safetensors", "249.safetensors")}
+    hub.objects = {file.sha256: b"x" for name, file in files.items() if name not in ("7.safetensors", "249.safetensors")}
     model = HubRepository(parse_hub_address(OUT))
     assert model.missing(files) == ["7.safetensors", "249.safetensors"]
     assert batches == [100, 100, 50]
@@ -732,13 +732,13 @@ def test_other_commands_and_streamed_models(here: Path, hub: FakeHub, kind: str,
 @pytest.mark.parametrize("how", ["an error", "Ctrl-C"])
 def test_threads_that_wait_for_an_upload_are_woken_when_the_run_ends(here: Path, hub: FakeHub, how: str) -> None:
     began = threading.Event()
-    left = threading.Event()
+    ended = threading.Event()
     answered = []
 
     def fault(seen: Seen) -> None:
         if seen.method == "PUT":
             began.set()
-            left.wait(200)
+            ended.wait(200)
             answered.append(seen)
 
     def progress(now: weightsmith.Progress) -> None:
@@ -753,7 +753,7 @@ def test_threads_that_wait_for_an_upload_are_woken_when_the_run_ends(here: Path,
         assert answered == [], "the run has waited for the upload"
         assert hub.asked("POST", "/api/models/org/out/commit/*") == []
     finally:
-        left.set()
+        ended.set()
     hub.fault = no_fault
     run("linear")
     assert hub.pushed == {"org/out": local(here, "linear")}
@@ -773,7 +773,7 @@ def test_many_faults_make_nothing_wrong(here: Path, hub: FakeHub) -> None:
             faults += 1
             return rng.choice([CUT, LOST, 429, 500, 502, 503, 504])
 
-    wanted = local(here, "linear")
+    expected = local(here, "linear")
     for _ in range(2):
         hub.fault = fault
         for _ in range(100):
@@ -783,7 +783,7 @@ def test_many_faults_make_nothing_wrong(here: Path, hub: FakeHub) -> None:
             except PushFailed:
                 refused += 1
         hub.fault = no_fault
-        assert hub.pushed == {"org/out": wanted}
+        assert hub.pushed == {"org/out": expected}
         assert len(hub.written["org/out"].commits) == 2
         assert staging(here) == []
         hub.written.clear()
@@ -833,10 +833,10 @@ def test_a_folder_that_cannot_be_removed_after_the_commit_is_named(
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Staging, "_remove", denied)
-    (left,) = run("linear").warnings
-    assert "published and complete, but cleaning up failed: Permission denied" in left.what
-    assert left.where == str(staging(here)[0])
-    assert "run again" not in left.fix
+    (warning,) = run("linear").warnings
+    assert "published and complete, but cleaning up failed: Permission denied" in warning.what
+    assert warning.where == str(staging(here)[0])
+    assert "run again" not in warning.fix
     assert len(hub.written["org/out"].commits) == 2
 
 

@@ -97,11 +97,11 @@ def test_killed_at_any_point_of_an_overwrite(tmp_path: Path, can_exchange: bool,
         shutil.copytree(tmp_path / "old", out)
         if not killed(lambda: build(out, "new", seed=2, overwrite=True, fsync=can_exchange), call_number, can_exchange):
             break
-        found = tree(out) if out.exists() else None
-        assert found in (old, new) or (found is None and not can_exchange)
-        if found is None:  # no way to swap names here: the old checkpoint is whole, beside
+        state = tree(out) if out.exists() else None
+        assert state in (old, new) or (state is None and not can_exchange)
+        if state is None:  # no way to swap names here: the old checkpoint is whole, beside
             assert tree(staging_folder(out) / "old") == old
-        published = found == new
+        published = state == new
         reached |= published
         if published:
             with pytest.raises(OutputExists):  # clears up what is left of the old checkpoint

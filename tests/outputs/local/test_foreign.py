@@ -140,8 +140,8 @@ def test_a_note_left_in_the_staging_folder_is_kept(out: Path) -> None:
 
 
 def make_socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind(path.name)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path.name)
 
 
 def make_link(path: Path) -> None:
@@ -233,9 +233,9 @@ def test_products_are_not_written_through_a_link(tmp_path: Path, link: Callable[
         link(tmp_path / "mine", name)
     checksum = products.write("router", [np.arange(3)])
     assert (tmp_path / "mine").read_text() == "mine"
-    found = products.read("router", [TensorSpec("x", DTYPES["I64"], (3,))], checksum)
-    assert found is not None
-    assert found[0].tolist() == [0, 1, 2]
+    arrays = products.read("router", [TensorSpec("x", DTYPES["I64"], (3,))], checksum)
+    assert arrays is not None
+    assert arrays[0].tolist() == [0, 1, 2]
 
 
 def test_a_folder_of_products_that_is_a_link_is_refused(out: Path, tmp_path: Path) -> None:
@@ -341,10 +341,10 @@ def test_what_is_added_while_the_replaced_checkpoint_is_removed_stays(out: Path,
     checked = local.check_made_here
 
     def late(path: Path, refused: Any) -> object:
-        found = checked(path, refused)
+        outcome = checked(path, refused)
         if path.name == "content":
             (path / "thesis.txt").write_text("years of work")
-        return found
+        return outcome
 
     monkeypatch.setattr(local, "check_made_here", late)
     with open_staging(out, layout(), "new", overwrite=True) as staging:

@@ -29,19 +29,19 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def linear(*models: Any, **more: Any) -> dict[str, Any]:
-    return {"merge_method": "linear", "models": [{"model": str(m)} for m in models], "parameters": {"weight": 1}, **more}
+def linear(*models: Any, **options: Any) -> dict[str, Any]:
+    return {"merge_method": "linear", "models": [{"model": str(m)} for m in models], "parameters": {"weight": 1}, **options}
 
 
-def merge(out: str | Path, *models: Any, **more: Any) -> None:
-    weightsmith.merge(linear(*models, **more), out, overwrite=True, fsync=False)
+def merge(out: str | Path, *models: Any, **options: Any) -> None:
+    weightsmith.merge(linear(*models, **options), out, overwrite=True, fsync=False)
 
 
-def refused(folder: Path, out: str | Path, *models: Any, words: tuple[str, ...] = (), **more: Any) -> str:
+def refused(folder: Path, out: str | Path, *models: Any, words: tuple[str, ...] = (), **options: Any) -> str:
     """A merge with overwrite is refused before any work, and everything under `folder` stays."""
     before = tree(folder)
     with pytest.raises(StoreError) as caught:
-        merge(out, *models, **more)
+        merge(out, *models, **options)
     message = str(caught.value)
     assert tree(folder) == before
     assert "Nothing was written." in message
@@ -175,9 +175,9 @@ def test_a_copy_of_an_output_is_replaced_whatever_the_times_of_its_files(here: P
     os.utime(here / "copy" / "weightsmith.json", (0, 0))
     read = [0]
 
-    def counted(tensors: Sequence[StoredBytes], **more: Any) -> dict[str, str]:
+    def counted(tensors: Sequence[StoredBytes], **options: Any) -> dict[str, str]:
         read[0] += len(tensors)
-        return reread(tensors, **more)
+        return reread(tensors, **options)
 
     monkeypatch.setattr(sys.modules["weightsmith._outputs.manifest"], "reread", counted)
     merge("out", a)

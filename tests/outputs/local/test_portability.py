@@ -41,7 +41,7 @@ def without(name: str) -> Callable[[Patch], None]:
 def refusing(module: Any, name: str, code: int) -> Callable[[Patch], None]:
     """As on a file system that refuses the call."""
 
-    def refuse(*args: object, **more: object) -> None:
+    def refuse(*args: object, **options: object) -> None:
         raise OSError(code, os.strerror(code))
 
     return lambda patch: patch.setattr(module, name, refuse)

@@ -644,7 +644,7 @@ def test_interrupted_at_any_line_of_letting_go(out: Path) -> None:
 
     letting_go = (Locks.close, Staging.close, Staging._close_files, StagedFiles.close)
     codes = {inspect.unwrap(f).__code__ for f in letting_go}
-    count = wanted = 0
+    count = stop_at = 0
 
     def trace(frame: Any, event: str, _: object) -> Any:
         nonlocal count
@@ -652,12 +652,12 @@ def test_interrupted_at_any_line_of_letting_go(out: Path) -> None:
             return None
         if event == "line":
             count += 1
-            if count == wanted:
+            if count == stop_at:
                 raise KeyboardInterrupt
         return trace
 
     for attempt in range(1, 100):
-        wanted = attempt
+        stop_at = attempt
         staging = open_staging(out, layout(), "plan")
         count = 0
         sys.settrace(trace)
@@ -673,7 +673,7 @@ def test_interrupted_at_any_line_of_letting_go(out: Path) -> None:
             break
         finally:
             sys.settrace(None)
-    assert wanted > 5
+    assert stop_at > 5
 
 
 def test_closing_twice_after_an_interrupted_close_is_fine(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ def test_all_problems_are_listed_at_once(tmp_path: Path) -> None:
     flip(out / first, 100)
     (out / "config.json").write_text("{}")
     (out / "model.safetensors").write_bytes(b"stale")
-    found = "\n".join(problems(out))
+    text = "\n".join(problems(out))
     for word in (
         f"{second}: is missing",
         f"tensor head: lost with {second}",
@@ -99,7 +99,7 @@ def test_all_problems_are_listed_at_once(tmp_path: Path) -> None:
         "config.json: has 2 bytes, not the 22",
         "model.safetensors: is not of this checkpoint",
     ):
-        assert word in found
+        assert word in text
 
 
 def test_a_file_cut_short_names_the_tensors_that_went_with_it(tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ LLAMA3 = {
 def merge_of(folder: Path, *settings: Mapping[str, Any], **files: Mapping[str, str]) -> dict[str, Any]:
     """A linear merge of models m0, m1, … with these settings in config.json. files: of each model, by its name."""
     models = []
-    for k, own in enumerate(settings):
-        path = plan_help.model(folder / f"m{k}", seed=k, settings=own)
+    for k, model_settings in enumerate(settings):
+        path = plan_help.model(folder / f"m{k}", seed=k, settings=model_settings)
         for name, text in files.get(f"m{k}", {}).items():
             (folder / f"m{k}" / name).write_text(text)
         models.append({"model": path})
@@ -34,8 +34,8 @@ def merge_of(folder: Path, *settings: Mapping[str, Any], **files: Mapping[str, s
 
 
 def said(folder: Path, *settings: Mapping[str, Any], **files: Mapping[str, str]) -> list[str]:
-    found = warnings(plan(merge_of(folder, *settings, **files)))
-    return [text.replace(f"{folder}/", "") for text in found]
+    texts = warnings(plan(merge_of(folder, *settings, **files)))
+    return [text.replace(f"{folder}/", "") for text in texts]
 
 
 @pytest.mark.parametrize(
@@ -126,14 +126,14 @@ def test_the_text_part_of_a_composed_config_is_compared(tmp_path: Path) -> None:
         text = {"model_type": "x_text", "num_hidden_layers": 2, "rope_theta": theta}
         return {"num_hidden_layers": None, "text_config": text, "vision_config": {"layer_norm_eps": eps}}
 
-    found = said(tmp_path, composed(1e4, 1e-5), composed(1e6, 1e-6))
-    assert [line.split("\n")[0] for line in found] == ["config.json: the models differ in RoPE theta; the output has 10000"]
+    messages = said(tmp_path, composed(1e4, 1e-5), composed(1e6, 1e-6))
+    assert [line.split("\n")[0] for line in messages] == ["config.json: the models differ in RoPE theta; the output has 10000"]
 
 
 def tokenizer(*tokens: str, added: Mapping[int, str] | None = None, unigram: bool = False) -> dict[str, str]:
     vocab: Any = [[t, -1.0] for t in tokens] if unigram else {t: i for i, t in enumerate(tokens)}
-    more = [{"id": i, "content": t} for i, t in (added or {}).items()]
-    return {"tokenizer.json": json.dumps({"model": {"vocab": vocab}, "added_tokens": more})}
+    added_tokens = [{"id": i, "content": t} for i, t in (added or {}).items()]
+    return {"tokenizer.json": json.dumps({"model": {"vocab": vocab}, "added_tokens": added_tokens})}
 
 
 def test_ids_that_stand_for_other_tokens_are_a_warning(tmp_path: Path) -> None:
@@ -173,16 +173,16 @@ def test_chat_templates_that_differ_are_a_warning(tmp_path: Path) -> None:
         "m2": {"tokenizer_config.json": '{"chat_template": "{{ bb }}"}'},
         "m3": {},
     }
-    found = said(tmp_path, {}, {}, {}, {}, **files)
-    assert len(found) == 1
-    assert found[0].startswith("chat_template: the models differ in chat template; the output has m0's\n  m0 and m1: 7 char")
+    messages = said(tmp_path, {}, {}, {}, {}, **files)
+    assert len(messages) == 1
+    assert messages[0].startswith("chat_template: the models differ in chat template; the output has m0's\n  m0 and m1: 7 char")
     assert said(tmp_path / "x", {}, {}, m0=files["m0"], m1=files["m1"]) == []
     assert said(tmp_path / "y", {}, {}, m0=files["m0"]) == []
 
 
 def test_a_donor_without_a_chat_template_is_pointed_out(tmp_path: Path) -> None:
-    found = said(tmp_path, {}, {}, m1={"chat_template.jinja": "{{ a }}"})
-    assert found == ["chat_template: m0 has no chat template: the output has that of m1"]
+    messages = said(tmp_path, {}, {}, m1={"chat_template.jinja": "{{ a }}"})
+    assert messages == ["chat_template: m0 has no chat template: the output has that of m1"]
 
 
 # ---- architectures
@@ -206,8 +206,8 @@ def test_models_of_one_architecture_keep_their_own_problems(tmp_path: Path) -> N
     a = plan_help.model(tmp_path / "a", settings={"hidden_size": 4})
     b = str(write_checkpoint(tmp_path / "b", decoder(vocab=9), plan_help.config(hidden_size=4, vocab_size=9)))
     recipe = {"merge_method": "linear", "models": [{"model": a}, {"model": b}], "parameters": {"weight": 1}}
-    found = problems(recipe)
-    assert all("The vocabularies differ: write tokenizer_source: base" in str(problem) for problem in found)
+    errors = problems(recipe)
+    assert all("The vocabularies differ: write tokenizer_source: base" in str(problem) for problem in errors)
 
 
 def test_other_mistakes_are_reported_beside_it(tmp_path: Path) -> None:
@@ -220,8 +220,10 @@ def test_other_mistakes_are_reported_beside_it(tmp_path: Path) -> None:
         )
     )
     models = [{"model": a, "parameters": {"weight": "x"}}, {"model": b, "parameters": {"weight": 1}}]
-    found = [str(p).split("\n")[0].replace(f"{tmp_path}/", "") for p in problems({"merge_method": "linear", "models": models})]
-    assert found == [
+    messages = [
+        str(p).split("\n")[0].replace(f"{tmp_path}/", "") for p in problems({"merge_method": "linear", "models": models})
+    ]
+    assert messages == [
         "models[0].parameters.weight: weight must be a number, not 'x'",
         "models: the models have different architectures: a is llama, hidden size 4, and b is llama, hidden size 8",
     ]

@@ -86,9 +86,9 @@ def buildable(model_type: str) -> Iterator[tuple[type, Any, Made]]:
     """The model classes of a type that build small, and load what they would save: class, config, config.json and tensors."""
     for model_class in architectures.classes_of(model_type):
         for config in architectures.small_configs(model_type):
-            made = architectures.build(config, model_class)
-            if made is not None and loads(*made):
-                yield model_class, config, made
+            built = architectures.build(config, model_class)
+            if built is not None and loads(*built):
+                yield model_class, config, built
                 break
 
 
@@ -96,19 +96,19 @@ def loads(config: dict[str, Any], specs: architectures.Specs) -> bool:
     return compare(config, tensors(specs)) == {"differences": []}
 
 
-def recipes(folder: Path, model_class: type, config: Any, made: Made) -> Iterator[tuple[str, dict[str, Any]]]:
+def recipes(folder: Path, model_class: type, config: Any, built: Made) -> Iterator[tuple[str, dict[str, Any]]]:
     """Stacks of one model, also as older versions saved it, and of its layers with those of a model of another size."""
-    path = architectures.write(folder / "a", *made)
+    path = architectures.write(folder / "a", *built)
     yield from stacks_of(path)
-    said = architectures.with_derived_counts(config, made[0])
-    if said != made[0] and loads(said, made[1]):
-        older = architectures.write(folder / "older", said, made[1])
+    said = architectures.with_derived_counts(config, built[0])
+    if said != built[0] and loads(said, built[1]):
+        older = architectures.write(folder / "older", said, built[1])
         yield from (
             (f"older {name}", recipe) for name, recipe in stacks_of(older) if name.endswith(("without the first", "twice"))
         )
     longer = architectures.with_more_positions(config)
     other = None if longer is None else architectures.build(longer, model_class)
-    if other is not None and other[1] != made[1] and loads(*other):
+    if other is not None and other[1] != built[1] and loads(*other):
         layers = architectures.write(folder / "longer", *other)
         yield from ((f"longer {name}", r) for name, r in stacks_of(path, layers) if name.endswith("all twice"))
 
@@ -116,8 +116,8 @@ def recipes(folder: Path, model_class: type, config: Any, made: Made) -> Iterato
 def sweep(model_type: str, folder: Path) -> tuple[list[str], int, int]:
     """Stacks that are wrong; how many are right, and how many are refused."""
     wrong, right, refused = [], 0, 0
-    for model_class, config, made in buildable(model_type):
-        for name, recipe in recipes(folder / model_class.__name__, model_class, config, made):
+    for model_class, config, built in buildable(model_type):
+        for name, recipe in recipes(folder / model_class.__name__, model_class, config, built):
             try:
                 with prepare(recipe, UNASKED) as prepared:
                     plan = prepared.plan
@@ -126,10 +126,10 @@ def sweep(model_type: str, folder: Path) -> tuple[list[str], int, int]:
                 wrong += [f"{name}: {p}" for p in error.problems if not isinstance(p, LayerError | ShapeError)]
                 continue
             assert plan.config is not None
-            found = compare(plan.config, [(s.out.name, s.out.dtype.torch, list(s.out.shape)) for s in plan.steps])
-            if found != {"differences": []}:
-                wrong.append(f"{model_class.__name__} {name}: {str(found)[:300]}")
-            elif changed := changed_constants(model_class, made[0], plan.config, recipe):
+            comparison = compare(plan.config, [(s.out.name, s.out.dtype.torch, list(s.out.shape)) for s in plan.steps])
+            if comparison != {"differences": []}:
+                wrong.append(f"{model_class.__name__} {name}: {str(comparison)[:300]}")
+            elif changed := changed_constants(model_class, built[0], plan.config, recipe):
                 wrong.append(f"{model_class.__name__} {name}: other constants: {changed}")
             else:
                 right += 1
@@ -202,8 +202,8 @@ def test_the_sample_is_of_model_types() -> None:
 def test_what_only_transformers_knows_is_refused_where_it_is_installed(model_type: str, tmp_path: Path) -> None:
     wrong, _, _ = sweep(model_type, tmp_path)
     assert wrong, "no longer an exception"
-    _, _, made = next(iter(buildable(model_type)))
-    path = architectures.write(tmp_path / "m", *made)
+    _, _, built = next(iter(buildable(model_type)))
+    path = architectures.write(tmp_path / "m", *built)
     name = wrong[0].partition(" ")[2].partition(":")[0]
     recipe = dict(stacks_of(path))[name]
     with pytest.raises(PlanError, match="transformers could not load the output"):

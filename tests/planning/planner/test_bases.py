@@ -162,8 +162,8 @@ def test_the_base_of_a_slice_has_no_effect_on_a_method_without_bases(abc: tuple[
 def test_the_base_of_a_slice_must_be_one_of_its_sources(abc: tuple[str, str, str]) -> None:
     a, b, c = abc
     recipe = {"merge_method": "slerp", "slices": [{"sources": cut(a, b), "base_model": c}], "parameters": {"t": 0.5}}
-    found = problems(recipe)
-    assert [str(f).split("\n")[0] for f in found] == [
+    errors = problems(recipe)
+    assert [str(f).split("\n")[0] for f in errors] == [
         f"slices[0]: the slice does not list the base model {c}",
         "slices[0]: merge_method slerp takes exactly 1 model besides the base, and there are 2",
     ]
@@ -171,14 +171,14 @@ def test_the_base_of_a_slice_must_be_one_of_its_sources(abc: tuple[str, str, str
 
 def test_a_model_listed_twice_is_refused(abc: tuple[str, str, str]) -> None:
     a, b, _ = abc
-    found = only({"merge_method": "linear", "models": of(a, b, a, weight=1)})
-    assert str(found) == f"models[2]: {a} is listed twice\n  -> List each input once, with the sum of the weights."
+    error = only({"merge_method": "linear", "models": of(a, b, a, weight=1)})
+    assert str(error) == f"models[2]: {a} is listed twice\n  -> List each input once, with the sum of the weights."
 
 
 def test_a_base_listed_twice_is_refused(abc: tuple[str, str, str]) -> None:
     a, b, _ = abc
-    found = problems({"merge_method": "ties", "base_model": a, "models": of(a, a, b, weight=1)})
-    assert f"{a} is listed twice" in str(found[0])
+    errors = problems({"merge_method": "ties", "base_model": a, "models": of(a, a, b, weight=1)})
+    assert f"{a} is listed twice" in str(errors[0])
 
 
 def test_two_layer_ranges_of_one_model_may_be_merged(abc: tuple[str, str, str]) -> None:
@@ -219,7 +219,7 @@ def test_two_revisions_of_one_hub_model_are_two_models(abc: tuple[str, str, str]
     folders = {"v1": a, "v2": b}
     asked = []
 
-    def fake(path: str, *, revision: str | None = None, **more: Any) -> Any:
+    def fake(path: str, *, revision: str | None = None, **options: Any) -> Any:
         asked.append((path, revision))
         return real(folders[revision or ""])
 

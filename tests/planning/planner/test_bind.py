@@ -91,7 +91,7 @@ def test_what_differs_between_the_models_is_looked_for_once(models: None, monkey
 
     looked: list[object] = []
     real = merges.disagreements
-    monkeypatch.setattr(merges, "disagreements", lambda *args, **more: looked.append(args) or real(*args, **more))
+    monkeypatch.setattr(merges, "disagreements", lambda *args, **options: looked.append(args) or real(*args, **options))
     with bind(TIES) as bound:
         for weight in (0.1, 0.2, 0.3):
             planned(bound, TIES, {"models[0].parameters.weight": weight})
@@ -103,7 +103,7 @@ def test_the_models_are_opened_once(models: None, monkeypatch: pytest.MonkeyPatc
 
     opened: list[str] = []
     real = inputs.open_checkpoint
-    monkeypatch.setattr(inputs, "open_checkpoint", lambda path, **more: opened.append(path) or real(path, **more))
+    monkeypatch.setattr(inputs, "open_checkpoint", lambda path, **options: opened.append(path) or real(path, **options))
     with bind(TIES) as bound:
         for weight in (0.1, 0.2, 0.3):
             planned(bound, TIES, {"models[0].parameters.weight": weight})

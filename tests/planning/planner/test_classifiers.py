@@ -17,20 +17,20 @@ from weightsmith._planning.planner.outputs import AVERAGE
 from weightsmith._plans import plan_from_json
 
 
-def classifier(folder: Path, seed: int, labels: int = 1, **more: Any) -> Path:
+def classifier(folder: Path, seed: int, labels: int = 1, **keys: Any) -> Path:
     """A fine-tune of the base, with a head for labels in place of its own."""
     tensors = {
         name: (a + 0.01 * normal(*a.shape, seed=seed)).astype(np.float32) for name, a in base_tensors(head=False).items()
     }
     tensors["score.weight"] = normal(labels, H, seed=seed)
     names = {str(i): f"LABEL_{i}" for i in range(labels)}
-    config = {**LLAMA, "architectures": ["LlamaForSequenceClassification"], "num_hidden_layers": 2, "id2label": names, **more}
+    config = {**LLAMA, "architectures": ["LlamaForSequenceClassification"], "num_hidden_layers": 2, "id2label": names, **keys}
     return write_checkpoint(folder, tensors, config)
 
 
-def recipe(models: dict[str, Any], method: str = "task_arithmetic", **more: Any) -> dict[str, Any]:
+def recipe(models: dict[str, Any], method: str = "task_arithmetic", **options: Any) -> dict[str, Any]:
     listed = [{"model": path, "parameters": {"weight": weight}} for path, weight in models.items()]
-    return {"merge_method": method, "models": listed, **more}
+    return {"merge_method": method, "models": listed, **options}
 
 
 def merged(recipe: dict[str, Any], out: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -44,16 +44,16 @@ def merged(recipe: dict[str, Any], out: Path) -> tuple[dict[str, np.ndarray], di
 def test_heads_that_the_base_has_not_are_averaged_by_their_weights(method: str, tmp_path: Path) -> None:
     model = base(tmp_path / "base", np.float32)
     a, b = classifier(tmp_path / "a", 1), classifier(tmp_path / "b", 2)
-    found, config = merged(recipe({str(a): 1, str(b): 3}, method, base_model=str(model)), tmp_path / "out")
+    weights, config = merged(recipe({str(a): 1, str(b): 3}, method, base_model=str(model)), tmp_path / "out")
     want = 0.25 * normal(1, H, seed=1).astype(np.float64) + 0.75 * normal(1, H, seed=2)
-    np.testing.assert_allclose(found["score.weight"], want, rtol=2e-7)
+    np.testing.assert_allclose(weights["score.weight"], want, rtol=2e-7)
     assert config["architectures"] == ["LlamaForSequenceClassification"]
     assert config["id2label"] == {"0": "LABEL_0"}
-    assert found.keys() == base_tensors(head=False).keys() | {"score.weight"}
+    assert weights.keys() == base_tensors(head=False).keys() | {"score.weight"}
     if method == "task_arithmetic":
         name = "model.layers.0.self_attn.q_proj.weight"
         before, noise = base_tensors()[name], [0.01 * normal(H, H, seed=seed) for seed in (1, 2)]
-        np.testing.assert_allclose(found[name], before + noise[0] + 3 * noise[1], atol=1e-5)
+        np.testing.assert_allclose(weights[name], before + noise[0] + 3 * noise[1], atol=1e-5)
 
 
 def test_what_became_of_the_heads_is_said(tmp_path: Path) -> None:
@@ -78,9 +78,9 @@ def test_the_only_head_is_copied(weight: float, tmp_path: Path) -> None:
     model = base(tmp_path / "base", np.float32)
     a = classifier(tmp_path / "a", 1)
     other = classifier(tmp_path / "b", 2) if weight == 0 else base(tmp_path / "b", np.float32)
-    found, config = merged(recipe({str(a): 0.3, str(other): weight}, base_model=str(model)), tmp_path / "out")
-    np.testing.assert_array_equal(found["score.weight"], normal(1, H, seed=1))
-    assert "lm_head.weight" not in found
+    weights, config = merged(recipe({str(a): 0.3, str(other): weight}, base_model=str(model)), tmp_path / "out")
+    np.testing.assert_array_equal(weights["score.weight"], normal(1, H, seed=1))
+    assert "lm_head.weight" not in weights
     assert config["architectures"] == ["LlamaForSequenceClassification"]
 
 
@@ -112,9 +112,9 @@ def test_a_base_that_is_an_input_has_to_have_the_head(tmp_path: Path) -> None:
 
 def test_classifiers_of_a_classifier_are_merged_as_before(tmp_path: Path) -> None:
     model, a = classifier(tmp_path / "base", 0), classifier(tmp_path / "a", 1)
-    found, _ = merged(recipe({str(a): 0.5}, base_model=str(model)), tmp_path / "out")
+    weights, _ = merged(recipe({str(a): 0.5}, base_model=str(model)), tmp_path / "out")
     want = (normal(1, H, seed=0) + normal(1, H, seed=1).astype(np.float64)) / 2
-    np.testing.assert_allclose(found["score.weight"], want, atol=1e-6)
+    np.testing.assert_allclose(weights["score.weight"], want, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -122,12 +122,12 @@ def test_classifiers_of_a_classifier_are_merged_as_before(tmp_path: Path) -> Non
 def test_transformers_loads_the_merge_as_a_classifier(tmp_path: Path) -> None:
     torch, transformers = (pytest.importorskip(n) for n in ("torch", "transformers"))
     transformers.utils.logging.disable_progress_bar()
-    more = {"hidden_size": H, "intermediate_size": 40, "num_attention_heads": 2, "num_key_value_heads": 2}
-    model = base(tmp_path / "base", np.float32, **more)
-    a, b = (classifier(tmp_path / name, k, **more) for k, name in enumerate("ab", 1))
-    found, _ = merged(recipe({str(a): 1, str(b): 1}, "ties", base_model=str(model)), tmp_path / "out")
+    sizes = {"hidden_size": H, "intermediate_size": 40, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = base(tmp_path / "base", np.float32, **sizes)
+    a, b = (classifier(tmp_path / name, k, **sizes) for k, name in enumerate("ab", 1))
+    weights, _ = merged(recipe({str(a): 1, str(b): 1}, "ties", base_model=str(model)), tmp_path / "out")
     auto = transformers.AutoModelForSequenceClassification
     loaded, info = auto.from_pretrained(tmp_path / "out", dtype=torch.float32, output_loading_info=True)
     assert not any(info.values()), info
     assert loaded.num_labels == 1
-    np.testing.assert_array_equal(loaded.score.weight.detach().numpy(), found["score.weight"])
+    np.testing.assert_array_equal(loaded.score.weight.detach().numpy(), weights["score.weight"])

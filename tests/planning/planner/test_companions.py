@@ -28,10 +28,10 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     """Writes a model into a folder below the working directory."""
     monkeypatch.chdir(tmp_path)
 
-    def made(
+    def make_model(
         name: str,
         tokenizer: Tokenizer | None = None,
-        more: Mapping[str, str] | None = None,
+        extra_files: Mapping[str, str] | None = None,
         *,
         seed: int = 0,
         rows: int = 330,
@@ -41,9 +41,9 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
         write_checkpoint(tmp_path / name, *(llama(seed, rows) if whole else plain(seed, rows)))
         if tokenizer is not None:
             write(tmp_path / name, files(tokenizer, **settings))
-        write(tmp_path / name, {file: text.encode() for file, text in (more or {}).items()})
+        write(tmp_path / name, {file: text.encode() for file, text in (extra_files or {}).items()})
 
-    return made
+    return make_model
 
 
 def plain(seed: int, rows: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -89,12 +89,12 @@ def test_the_tokenizer_is_that_of_the_first_model_that_has_one(make: Make) -> No
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         assert Path("out", name).read_bytes() == Path("fr", name).read_bytes()
     assert not Path("out/LICENSE").exists()
-    made = plan_from_json(json.loads(json.dumps(plan.to_json())))
-    assert (made.lacking, made.files, made.hash) == (plan.lacking, plan.files, plan.hash)
+    restored = plan_from_json(json.loads(json.dumps(plan.to_json())))
+    assert (restored.lacking, restored.files, restored.hash) == (plan.lacking, plan.files, plan.hash)
 
 
 def test_tokenizers_that_differ_are_refused_with_the_way_out(make: Make) -> None:
-    make("base", more={"tokenizer_config.json": "{}"})
+    make("base", extra_files={"tokenizer_config.json": "{}"})
     make("fr", trained(), seed=1)
     make("de", trained(special=["<s>", "<x>"]), seed=2)
     (problem,) = problems(recipe("base", "fr", "de"))
@@ -110,9 +110,9 @@ def test_tokenizers_that_differ_are_refused_with_the_way_out(make: Make) -> None
 @pytest.mark.parametrize("changed", [False, True])
 def test_tokenizers_that_cannot_be_parsed_are_compared_as_files(make: Make, changed: bool) -> None:
     make("base")
-    make("fr", more={"source.spm": "a", "vocab.txt": "a\nb"})
-    make("de", more={"source.spm": "b" if changed else "a"}, seed=1)
-    make("es", more={"source.spm": "a"}, seed=2)
+    make("fr", extra_files={"source.spm": "a", "vocab.txt": "a\nb"})
+    make("de", extra_files={"source.spm": "b" if changed else "a"}, seed=1)
+    make("es", extra_files={"source.spm": "a"}, seed=2)
     if changed:
         assert "base has no tokenizer, and those of the other models differ" in str(problems(recipe("base", "de", "es"))[0])
     else:
@@ -124,9 +124,9 @@ def test_tokenizers_that_cannot_be_parsed_are_compared_as_files(make: Make, chan
 def test_the_chat_template_is_that_of_the_first_model_that_has_one(make: Make, how: str, with_tokenizer: bool) -> None:
     make("base", trained() if with_tokenizer else None)
     make("fr", trained(), seed=1)
-    own = {"chat_template": TEMPLATE} if how == "tokenizer_config.json" else {}
+    settings = {"chat_template": TEMPLATE} if how == "tokenizer_config.json" else {}
     text = TEMPLATE if how.endswith("jinja") else json.dumps({"chat_template": TEMPLATE})
-    make("de", trained(), {} if own else {how: text}, seed=2, **own)
+    make("de", trained(), {} if settings else {how: text}, seed=2, **settings)
     plan = weightsmith.plan(recipe("base", "fr", "de"))
     assert plan.files["chat_template.jinja"].decode().strip() == TEMPLATE
     assert said(plan)[-1] == "chat_template: base has no chat template: the output has that of de"
@@ -170,7 +170,7 @@ def test_chat_templates_that_differ_are_a_warning_and_the_first_is_taken(make: M
 
 
 def test_a_base_without_a_tokenizer_keeps_its_chat_template(make: Make) -> None:
-    make("base", more={"chat_template.jinja": "{{ mine }}", "added_tokens.json": "{}"})
+    make("base", extra_files={"chat_template.jinja": "{{ mine }}", "added_tokens.json": "{}"})
     make("fr", trained(), {"chat_template.json": json.dumps({"chat_template": TEMPLATE})}, seed=1)
     plan = weightsmith.plan(recipe("base", "fr"))
     assert plan.files["chat_template.jinja"] == b"{{ mine }}\n"
@@ -189,13 +189,13 @@ def test_the_tokenizer_that_a_recipe_names_gets_no_other_models_template(make: M
 @pytest.mark.parametrize("source", ["", "base", "union"])
 def test_generation_config_is_that_of_the_first_model_that_has_one(make: Make, source: str) -> None:
     make("base", trained(special=["</s>", "<s>"]))
-    own, other = {"temperature": 0.6, "eos_token_id": 321}, {"temperature": 1.0}
+    generation, other = {"temperature": 0.6, "eos_token_id": 321}, {"temperature": 1.0}
     fr = trained(special=["<s>", "</s>"]) if source else trained(special=["</s>", "<s>"])
-    make("fr", fr, {"generation_config.json": json.dumps(own)}, seed=1)
+    make("fr", fr, {"generation_config.json": json.dumps(generation)}, seed=1)
     make("de", fr, {"generation_config.json": json.dumps(other)}, seed=2)
     keys = {"tokenizer_source": source} if source else {}
     plan = weightsmith.plan(recipe("base", "fr", "de", **keys))
-    assert json.loads(plan.files["generation_config.json"]) == {**own, "eos_token_id": 320 if source else 321}
+    assert json.loads(plan.files["generation_config.json"]) == {**generation, "eos_token_id": 320 if source else 321}
     note = "generation_config.json: base has no generation_config.json: the output has that of fr\n  de has another one"
     assert note in said(plan)
 
@@ -247,15 +247,15 @@ def test_a_mixture_takes_what_its_base_lacks(make: Make, model: str) -> None:
     make("de", trained(), {"generation_config.json": "{}"}, seed=2, whole=True)
     base: Any = "base" if model == "plain" else recipe("base", "fr")
     experts = [{"source_model": "fr"}, {"source_model": "de"}]
-    made = {"base_model": base, "experts": experts, "gate_mode": "random"}
-    plan = weightsmith.plan(made)
+    document = {"base_model": base, "experts": experts, "gate_mode": "random"}
+    plan = weightsmith.plan(document)
     assert plan.files.keys() == {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"}
     assert plan.lacking == {"fr": ("LICENSE",)}
     notes = [text for text in said(plan) if "has no" in text]
     assert any(text.endswith("no tokenizer: the output has that of fr") for text in notes)
     make("de", trained(special=["<x>"]), seed=2, whole=True)
     with pytest.raises(weightsmith.PlanError) as caught:
-        weightsmith.plan(made)
+        weightsmith.plan(document)
     assert "has no tokenizer, and those of the other models differ" in str(caught.value)
     assert "Put the tokenizer that the output is to have next to the weights of the base" in str(caught.value)
 

@@ -42,7 +42,7 @@ def test_code_of_a_model_does_not_run(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "more",
+    "keys",
     [
         {"model_type": "evil"},
         {"architectures": ["os"]},
@@ -54,10 +54,10 @@ def test_code_of_a_model_does_not_run(tmp_path: Path) -> None:
         {"rope_parameters": {"rope_type": "yarn", "factor": "x"}},
     ],
 )
-def test_values_that_cannot_be_are_no_answer(more: dict[str, Any]) -> None:
-    found = transformers_script.describe({**LLAMA, **more}, NAMES)
-    assert set(found) == {"unknown"}
-    assert len(found["unknown"]) <= 500
+def test_values_that_cannot_be_are_no_answer(keys: dict[str, Any]) -> None:
+    description = transformers_script.describe({**LLAMA, **keys}, NAMES)
+    assert set(description) == {"unknown"}
+    assert len(description["unknown"]) <= 500
 
 
 @pytest.mark.slow
@@ -69,5 +69,5 @@ def test_a_model_of_any_size_takes_bounded_time(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(loading, "installed", lambda: True)
     write_checkpoint(tmp_path / "model", {"norm": np.ones(2, np.float32)}, {**LLAMA, "num_hidden_layers": 1 << 40})
     with open_checkpoint(tmp_path / "model") as model:
-        found = loading.describe(model)
-    assert set(found) == {"unknown"}
+        description = loading.describe(model)
+    assert set(description) == {"unknown"}

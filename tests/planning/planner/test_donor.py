@@ -21,8 +21,8 @@ FILES = {
 }
 
 
-def linear(*models: str, **more: Any) -> dict[str, Any]:
-    return {"merge_method": "linear", "models": [{"model": m} for m in models], "parameters": {"weight": 1}, **more}
+def linear(*models: str, **options: Any) -> dict[str, Any]:
+    return {"merge_method": "linear", "models": [{"model": m} for m in models], "parameters": {"weight": 1}, **options}
 
 
 def test_the_base_is_the_donor_and_else_the_first_model(tmp_path: Path) -> None:
@@ -60,8 +60,8 @@ def test_what_no_loader_reads_is_left_out_and_the_plan_says_so(tmp_path: Path) -
         "  -> Copy what is needed into the output yourself."
     ]
     (tmp_path / "a" / "zzz").write_text("")
-    assert "7 files are not copied" in (found := warnings(plan(linear(a, b)))[0])
-    assert found.count("and 1 more") == 1
+    assert "7 files are not copied" in (message := warnings(plan(linear(a, b)))[0])
+    assert message.count("and 1 more") == 1
 
 
 def test_the_output_holds_none_of_what_is_left_out(tmp_path: Path) -> None:

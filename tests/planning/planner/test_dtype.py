@@ -24,8 +24,8 @@ def write(folder: Path, tensors: dict[str, np.ndarray], **settings: Any) -> str:
     return str(write_checkpoint(folder, tensors, config(**settings)))
 
 
-def linear(*models: str, **more: Any) -> dict[str, Any]:
-    return {"merge_method": "linear", "models": [{"model": m} for m in models], "parameters": {"weight": 1}, **more}
+def linear(*models: str, **options: Any) -> dict[str, Any]:
+    return {"merge_method": "linear", "models": [{"model": m} for m in models], "parameters": {"weight": 1}, **options}
 
 
 def dtypes(p: weightsmith.Plan) -> set[str]:
@@ -33,7 +33,7 @@ def dtypes(p: weightsmith.Plan) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "out_dtype", "option", "wanted"),
+    ("dtype", "out_dtype", "option", "expected"),
     [
         (None, None, None, "BF16"),
         ("float16", None, None, "F16"),
@@ -43,18 +43,18 @@ def dtypes(p: weightsmith.Plan) -> set[str]:
     ],
 )
 def test_the_option_wins_over_out_dtype_and_that_over_dtype(
-    tmp_path: Path, dtype: str | None, out_dtype: str | None, option: str | None, wanted: str
+    tmp_path: Path, dtype: str | None, out_dtype: str | None, option: str | None, expected: str
 ) -> None:
     a, b = (plan_help.model(tmp_path / n, seed=i) for i, n in enumerate("ab"))
     asked = {k: v for k, v in (("dtype", dtype), ("out_dtype", out_dtype)) if v}
     p = plan(linear(a, b, **asked), out_dtype=DTYPES[option] if option else None)
-    assert dtypes(p) == {wanted}
+    assert dtypes(p) == {expected}
     assert p.config is not None
-    assert p.config["dtype"] == DTYPES[wanted].torch
+    assert p.config["dtype"] == DTYPES[expected].torch
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "wanted"),
+    ("first", "second", "expected"),
     [
         ("bfloat16", "bfloat16", "BF16"),
         ("bfloat16", "float16", "F32"),
@@ -62,13 +62,13 @@ def test_the_option_wins_over_out_dtype_and_that_over_dtype(
         ("float32", "float64", "F64"),
     ],
 )
-def test_without_an_asked_dtype_the_inputs_are_promoted(tmp_path: Path, first: str, second: str, wanted: str) -> None:
+def test_without_an_asked_dtype_the_inputs_are_promoted(tmp_path: Path, first: str, second: str, expected: str) -> None:
     kinds = [BF16 if d == "bfloat16" else np.dtype(d) for d in (first, second)]
     a, b = (plan_help.model(tmp_path / n, seed=i, dtype=d) for i, (n, d) in enumerate(zip("ab", kinds, strict=True)))
     p = plan(linear(a, b))
-    assert dtypes(p) == {wanted}
+    assert dtypes(p) == {expected}
     assert p.config is not None
-    assert p.config["dtype"] == DTYPES[wanted].torch
+    assert p.config["dtype"] == DTYPES[expected].torch
 
 
 def test_a_copy_with_another_dtype_is_a_cast(tmp_path: Path) -> None:

@@ -48,8 +48,8 @@ def test_what_loads_is_not_mentioned_and_the_donor_not_looked_at(monkeypatch: py
 
 
 def test_differences_are_an_error_with_the_first_three(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [["missing", "l.0.a", ""], ["unexpected", "l.1.b", ""], ["shape", "c", "[2], and the model class builds [3]"]]
-    asked(monkeypatch, {"differences": [*found, ["missing", "l.1.a", ""], ["missing", "l.2.a", ""]]})
+    differences = [["missing", "l.0.a", ""], ["unexpected", "l.1.b", ""], ["shape", "c", "[2], and the model class builds [3]"]]
+    asked(monkeypatch, {"differences": [*differences, ["missing", "l.1.a", ""], ["missing", "l.2.a", ""]]})
     error = check_loading(STACK)
     assert isinstance(error, LayerError)
     assert str(error) == (
@@ -92,7 +92,7 @@ def test_prediction_layers_are_those_after_the_outputs_last(tmp_path: Path, monk
     monkeypatch.setattr(loading, "installed", lambda: True)
     monkeypatch.setattr(loading, "check_loading", lambda question, *_: questions.append(question))
     mtp = {"model.layers.2.eh_proj.weight": (4, 8)}
-    a = plan_help.model(tmp_path / "a", 2, more=mtp, settings={"num_nextn_predict_layers": 1})
+    a = plan_help.model(tmp_path / "a", 2, extra=mtp, settings={"num_nextn_predict_layers": 1})
     plan({"merge_method": "passthrough", "slices": [{"sources": [{"model": a, "layer_range": [0, 2]}]}] * 2})
     assert [question.extra for question in questions] == [("model.layers.4.",)]
 
@@ -209,7 +209,7 @@ def stack_of(tmp_path: Path) -> dict[str, Any]:
     return {"merge_method": "passthrough", "slices": [{"sources": [{"model": model, "layer_range": [0, 1]}]}]}
 
 
-def left(tmp_path: Path) -> list[str]:
+def leftovers(tmp_path: Path) -> list[str]:
     """What a merge has written."""
     return sorted(path.name for path in tmp_path.iterdir() if path.name.strip(".").startswith("out"))
 
@@ -226,7 +226,7 @@ def test_a_check_that_fails_ends_a_merge_that_takes_longer(tmp_path: Path, monke
     with pytest.raises(PlanError, match="x: not in the output") as caught:
         weightsmith.merge(stack_of(tmp_path), tmp_path / "out", progress=False)
     assert str(caught.value).endswith("Nothing was written. (1 problem)")
-    assert left(tmp_path) == []
+    assert leftovers(tmp_path) == []
 
 
 @pytest.mark.slow
@@ -239,7 +239,7 @@ def test_nothing_is_published_before_the_check_is_done(tmp_path: Path, monkeypat
 
     with pytest.raises(PlanError, match="x: not in the output"):
         weightsmith.merge(stack_of(tmp_path), tmp_path / "out", progress=progress)
-    assert left(tmp_path) == []
+    assert leftovers(tmp_path) == []
 
 
 @pytest.mark.slow
@@ -358,8 +358,8 @@ def test_a_stack_of_a_model_of_which_transformers_builds_half_is_refused(
     sizes = dict.fromkeys(("hidden_size", "ffn_hidden_size", "expert_ffn_hidden_size", "q_lora_rank", "kv_lora_rank"), 16)
     heads = dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "head_dim", "v_head_dim"), 8)
     experts = {"n_routed_experts": 2, "zero_expert_num": 1, "moe_topk": 1}
-    made = transformers.LongcatFlashConfig(num_layers=4, vocab_size=16, num_attention_heads=2, **sizes, **heads, **experts)
-    built = architectures.build(made, transformers.LongcatFlashForCausalLM)
+    config = transformers.LongcatFlashConfig(num_layers=4, vocab_size=16, num_attention_heads=2, **sizes, **heads, **experts)
+    built = architectures.build(config, transformers.LongcatFlashForCausalLM)
     assert built is not None
     model = architectures.write(tmp_path / "a", {**built[0], "num_hidden_layers": 4}, built[1])
     stack = {"merge_method": "passthrough", "slices": [{"sources": [{"model": model, "layer_range": [0, 3]}]}]}

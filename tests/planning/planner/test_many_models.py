@@ -41,8 +41,8 @@ def measured(folder: Path, code: str) -> list[Any]:
         [sys.executable, "-c", code], cwd=folder, env=environment(), capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    found: list[Any] = json.loads(done.stdout)
-    return found
+    measurements: list[Any] = json.loads(done.stdout)
+    return measurements
 
 
 # ---- memory
@@ -94,8 +94,8 @@ def test_thirty_models_take_the_memory_of_three(tmp_path: Path) -> None:
 def _in(folder: Path, recipe: dict[str, Any]) -> dict[str, Any]:
     """The recipe with its paths below a folder."""
     text = json.dumps(recipe).replace('"./run', f'"{folder}/run')
-    found: dict[str, Any] = json.loads(text)
-    return found
+    measurement: dict[str, Any] = json.loads(text)
+    return measurement
 
 
 @pytest.mark.slow
@@ -139,9 +139,9 @@ def test_more_weight_files_than_may_be_open_at_first(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_work_grows_with_the_models_not_with_their_square(tmp_path: Path) -> None:
     shapes = {f"mlp.experts.{i}.w.weight": (2, 2) for i in range(20)}
-    more = {f"model.layers.{i}.{name}": shape for i in range(24) for name, shape in shapes.items()}
+    extra = {f"model.layers.{i}.{name}": shape for i in range(24) for name, shape in shapes.items()}
     for i in range(MANY):
-        plan_help.model(tmp_path / f"checkpoint-{i}", 24, seed=0, more=more)
+        plan_help.model(tmp_path / f"checkpoint-{i}", 24, seed=0, extra=extra)
     recipe = {
         "merge_method": "linear",
         "models": [{"model": f"{tmp_path}/checkpoint-*"}],

@@ -21,28 +21,28 @@ TOWER = {f"model.vision_tower.layers.{i}.{name}": shape for i in range(2) for na
 PROJECTOR = {"model.multi_modal_projector.weight": (4, 4)}
 
 
-def linear(*models: str, **more: Any) -> dict[str, Any]:
-    return {"merge_method": "linear", "models": [{"model": m} for m in models], "parameters": {"weight": 1}, **more}
+def linear(*models: str, **options: Any) -> dict[str, Any]:
+    return {"merge_method": "linear", "models": [{"model": m} for m in models], "parameters": {"weight": 1}, **options}
 
 
 def vlm(folder: Path, *, seed: int = 0, prefix: str = "model.language_model.", **arguments: Any) -> str:
     text = {k: v for k, v in config().items() if k not in ("model_type", "architectures")}
     settings = {"text_config": text, "vision_config": {"num_hidden_layers": 2}, "model_type": "llava"}
-    write_checkpoint(folder, decoder(seed=seed, prefix=prefix, more=TOWER | PROJECTOR, **arguments), settings)
+    write_checkpoint(folder, decoder(seed=seed, prefix=prefix, extra=TOWER | PROJECTOR, **arguments), settings)
     return str(folder)
 
 
 def test_a_vision_tower_that_only_one_model_has_is_copied_with_a_warning(tmp_path: Path) -> None:
     a, b = vlm(tmp_path / "a"), plan_help.model(tmp_path / "b", seed=1)
     p = plan(linear(a, b))
-    found = sources(p)
-    assert all(found[name] == [(0, name)] for name in (*TOWER, *PROJECTOR))
-    assert found["model.language_model.layers.1.mlp.up_proj.weight"] == [
+    origins = sources(p)
+    assert all(origins[name] == [(0, name)] for name in (*TOWER, *PROJECTOR))
+    assert origins["model.language_model.layers.1.mlp.up_proj.weight"] == [
         (0, "model.language_model.layers.1.mlp.up_proj.weight"),
         (1, "model.layers.1.mlp.up_proj.weight"),
     ]
-    assert found["model.language_model.norm.weight"] == [(0, "model.language_model.norm.weight"), (1, "model.norm.weight")]
-    assert found["lm_head.weight"] == [(0, "lm_head.weight"), (1, "lm_head.weight")]
+    assert origins["model.language_model.norm.weight"] == [(0, "model.language_model.norm.weight"), (1, "model.norm.weight")]
+    assert origins["lm_head.weight"] == [(0, "lm_head.weight"), (1, "lm_head.weight")]
     assert p.donor == 0
     first = next(iter(TOWER))
     assert warnings(p) == [f"{first}: 9 tensors that only {a} has are copied from it"]
@@ -107,7 +107,7 @@ def test_slices_of_a_tower_leave_its_small_stacks_whole(tmp_path: Path) -> None:
     merger = {f"{place}.{name}": shape for place in places for name, shape in LAYER.items()}
     text = {k: v for k, v in config().items() if k not in ("model_type", "architectures")}
     settings = {"text_config": text, "vision_config": {"num_hidden_layers": 2}}
-    a = str(write_checkpoint(tmp_path / "a", decoder(prefix="model.language_model.", more=TOWER | merger), settings))
+    a = str(write_checkpoint(tmp_path / "a", decoder(prefix="model.language_model.", extra=TOWER | merger), settings))
     slices = [{"sources": [{"model": a, "layer_range": r}]} for r in ([0, 2], [1, 2])]
     p = plan({"merge_method": "passthrough", "modules": {"vision_tower": {"slices": slices}}})
     assert "model.vision_tower.layers.2.mlp.up_proj.weight" in sources(p)
@@ -138,7 +138,7 @@ def test_slices_of_a_vision_language_model_cut_its_decoder(tmp_path: Path) -> No
 
 def test_a_classification_head_that_only_one_model_has_is_copied_with_a_warning(tmp_path: Path) -> None:
     a = plan_help.model(tmp_path / "a")
-    b = plan_help.model(tmp_path / "b", seed=1, more={"score.weight": (3, 4), "score.bias": (3,)})
+    b = plan_help.model(tmp_path / "b", seed=1, extra={"score.weight": (3, 4), "score.bias": (3,)})
     for models, owner in (((a, b), 1), ((b, a), 0)):
         p = plan(linear(*models))
         assert sources(p)["score.weight"] == [(owner, "score.weight")]
@@ -147,8 +147,8 @@ def test_a_classification_head_that_only_one_model_has_is_copied_with_a_warning(
 
 def test_a_bias_that_only_one_model_has_is_an_error_that_names_both(tmp_path: Path) -> None:
     a = plan_help.model(tmp_path / "a")
-    more = {f"model.layers.{i}.self_attn.q_proj.bias": (4,) for i in range(2)}
-    b = plan_help.model(tmp_path / "b", seed=1, more=more)
+    extra = {f"model.layers.{i}.self_attn.q_proj.bias": (4,) for i in range(2)}
+    b = plan_help.model(tmp_path / "b", seed=1, extra=extra)
     problem = only(linear(a, b))
     assert str(problem) == (
         "model.layers.0.self_attn.q_proj.bias: not all the models have this tensor; so for 1 more like it\n"
@@ -159,7 +159,7 @@ def test_a_bias_that_only_one_model_has_is_an_error_that_names_both(tmp_path: Pa
 
 def test_a_bias_of_a_module_outside_the_layers_that_only_one_model_has_is_an_error(tmp_path: Path) -> None:
     a = plan_help.model(tmp_path / "a")
-    b = plan_help.model(tmp_path / "b", seed=1, more={"lm_head.bias": (8,), "model.norm.bias": (4,)})
+    b = plan_help.model(tmp_path / "b", seed=1, extra={"lm_head.bias": (8,), "model.norm.bias": (4,)})
     assert [str(x).split(":")[0] for x in problems(linear(a, b))] == ["lm_head.bias", "model.norm.bias"]
     tied = plan_help.model(tmp_path / "c", head=False, settings={"tie_word_embeddings": True})
     assert [str(x).split(":")[0] for x in problems(linear(tied, b))] == ["lm_head.bias", "model.norm.bias"]
@@ -167,7 +167,7 @@ def test_a_bias_of_a_module_outside_the_layers_that_only_one_model_has_is_an_err
 
 def test_a_module_that_two_of_three_models_have_is_an_error(tmp_path: Path) -> None:
     a = plan_help.model(tmp_path / "a")
-    b, c = (plan_help.model(tmp_path / n, seed=1, more={"score.weight": (3, 4)}) for n in "bc")
+    b, c = (plan_help.model(tmp_path / n, seed=1, extra={"score.weight": (3, 4)}) for n in "bc")
     problem = only(linear(a, b, c))
     assert isinstance(problem, MismatchError)
     assert problem.finding.where == "score.weight"
@@ -188,9 +188,9 @@ def test_unequal_shapes_are_told_once_for_all_layers_and_with_their_files(tmp_pa
 
 def test_vocabularies_of_different_size_are_refused_with_the_reason(tmp_path: Path) -> None:
     a, b = plan_help.model(tmp_path / "a"), plan_help.model(tmp_path / "b", vocab=10)
-    found = problems(linear(a, b))
-    assert sorted(f.finding.where for f in found) == ["lm_head.weight", "model.embed_tokens.weight"]
-    assert all("The vocabularies differ: write tokenizer_source" in str(f) for f in found)
+    errors = problems(linear(a, b))
+    assert sorted(f.finding.where for f in errors) == ["lm_head.weight", "model.embed_tokens.weight"]
+    assert all("The vocabularies differ: write tokenizer_source" in str(f) for f in errors)
 
 
 @pytest.mark.parametrize(
@@ -198,25 +198,25 @@ def test_vocabularies_of_different_size_are_refused_with_the_reason(tmp_path: Pa
     [("model.layers.{}.self_attn.rotary_emb.inv_freq", (2,)), ("model.layers.{}.self_attn.attention.bias", (1, 1, 4, 4))],
 )
 def test_buffers_that_not_all_models_store_are_left_out(tmp_path: Path, name: str, shape: tuple[int, ...]) -> None:
-    more = {name.format(i): shape for i in range(2)} | {"model.rotary_emb.inv_freq": (2,)}
-    a, b = plan_help.model(tmp_path / "a", more=more), plan_help.model(tmp_path / "b", seed=1)
+    extra = {name.format(i): shape for i in range(2)} | {"model.rotary_emb.inv_freq": (2,)}
+    a, b = plan_help.model(tmp_path / "a", extra=extra), plan_help.model(tmp_path / "b", seed=1)
     p = plan(linear(a, b))
-    assert {d.tensor for d in p.dropped} == more.keys()
+    assert {d.tensor for d in p.dropped} == extra.keys()
     assert all("a buffer that the model computes for itself" in d.reason for d in p.dropped)
-    assert not more.keys() & sources(p).keys()
+    assert not extra.keys() & sources(p).keys()
     assert plan(linear(a, a.removesuffix("a") + "./a/../b")).dropped == p.dropped
 
 
 def test_buffers_that_all_models_store_are_kept(tmp_path: Path) -> None:
-    more = {"model.rotary_emb.inv_freq": (2,)}
-    p = plan(linear(*(plan_help.model(tmp_path / n, more=more) for n in "ab")))
+    extra = {"model.rotary_emb.inv_freq": (2,)}
+    p = plan(linear(*(plan_help.model(tmp_path / n, extra=extra) for n in "ab")))
     assert "model.rotary_emb.inv_freq" in sources(p)
 
 
 def test_extra_prediction_layers_are_merged_or_copied_from_their_owner(tmp_path: Path) -> None:
     mtp = {"model.layers.2.eh_proj.weight": (4, 8), "model.layers.2.self_attn.q_proj.weight": (4, 4)}
     settings = {"num_nextn_predict_layers": 1}
-    a, b = (plan_help.model(tmp_path / n, seed=i, more=mtp, settings=settings) for i, n in enumerate("ab"))
+    a, b = (plan_help.model(tmp_path / n, seed=i, extra=mtp, settings=settings) for i, n in enumerate("ab"))
     assert len(sources(plan(linear(a, b)))["model.layers.2.eh_proj.weight"]) == 2
     c = plan_help.model(tmp_path / "c", seed=2, settings=settings)
     p = plan(linear(a, c))
@@ -226,17 +226,19 @@ def test_extra_prediction_layers_are_merged_or_copied_from_their_owner(tmp_path:
 
 @pytest.mark.parametrize("tied", [None, False, True])
 def test_embedding_and_head_of_a_prediction_layer_are_tensors_of_their_own(tied: bool | None, tmp_path: Path) -> None:
-    own = {f"model.layers.2.{name}.weight": (8, 4) for name in ("embed_tokens", "shared_head.head")}
+    shapes = {f"model.layers.2.{name}.weight": (8, 4) for name in ("embed_tokens", "shared_head.head")}
     settings = {"num_nextn_predict_layers": 1, "tie_word_embeddings": tied}
-    a = plan_help.model(tmp_path / "a", more={**own, "model.layers.2.eh_proj.weight": (4, 8)}, settings=settings, head=not tied)
+    a = plan_help.model(
+        tmp_path / "a", extra={**shapes, "model.layers.2.eh_proj.weight": (4, 8)}, settings=settings, head=not tied
+    )
     b = plan_help.model(tmp_path / "b", seed=1, settings=settings, head=not tied)
     for k, models in enumerate(((a, b), (b, a))):
         p = plan(linear(*models))
-        assert {name: sources(p)[name] for name in own} == {name: [(k, name)] for name in own}, "as they are"
+        assert {name: sources(p)[name] for name in shapes} == {name: [(k, name)] for name in shapes}, "as they are"
         assert len(sources(p)["model.embed_tokens.weight"]) == 2
         assert not p.config or p.config.get("tie_word_embeddings") == tied
-    more = {**own, "model.layers.2.eh_proj.weight": (4, 8)}
-    c = plan_help.model(tmp_path / "c", seed=2, more=more, settings=settings, head=not tied)
+    extra = {**shapes, "model.layers.2.eh_proj.weight": (4, 8)}
+    c = plan_help.model(tmp_path / "c", seed=2, extra=extra, settings=settings, head=not tied)
     merged = sources(plan(linear(a, c)))
     assert merged["model.layers.2.shared_head.head.weight"] == [(k, "model.layers.2.shared_head.head.weight") for k in (0, 1)]
 
@@ -261,7 +263,7 @@ def test_an_old_vision_language_file_matches_a_new_one(tmp_path: Path) -> None:
         .replace("lm_head", "language_model.lm_head")
         .replace("model.vision_tower", "vision_tower")
         .replace("model.multi_modal", "multi_modal"): t
-        for n, t in decoder(seed=1, prefix="model.language_model.", more=TOWER | PROJECTOR).items()
+        for n, t in decoder(seed=1, prefix="model.language_model.", extra=TOWER | PROJECTOR).items()
     }
     b = str(write_checkpoint(tmp_path / "b", old, {"text_config": config(), "vision_config": {"num_hidden_layers": 2}}))
     for models in ((a, b), (b, a)):
@@ -284,7 +286,7 @@ def saved_by(release: str, folder: Path, seed: int) -> str:
     begins = dict(
         zip(("model.language_model.", "lm_head.", "model.vision_tower.", "model.multi_modal"), RELEASES[release], strict=True)
     )
-    tensors = decoder(seed=seed, prefix="model.language_model.", more=TOWER | PROJECTOR)
+    tensors = decoder(seed=seed, prefix="model.language_model.", extra=TOWER | PROJECTOR)
     named = {
         theirs + n.removeprefix(ours): t for n, t in tensors.items() for ours, theirs in begins.items() if n.startswith(ours)
     }
@@ -354,10 +356,10 @@ def test_layers_of_other_names_are_refused_although_embeddings_match(tmp_path: P
 PROJECTION = {"linear_1.bias": (4,), "linear_1.weight": (4, 6), "norm.weight": (6,)}
 
 
-def renamed(folder: Path, modules: dict[str, dict[str, tuple[int, ...]]], seed: int = 0, **more: Any) -> str:
+def renamed(folder: Path, modules: dict[str, dict[str, tuple[int, ...]]], seed: int = 0, **options: Any) -> str:
     """A decoder beside modules of these names."""
     tensors = {f"{module}.{name}": shape for module, shapes in modules.items() for name, shape in shapes.items()}
-    return plan_help.model(folder, seed=seed, more=tensors, **more)
+    return plan_help.model(folder, seed=seed, extra=tensors, **options)
 
 
 @pytest.mark.parametrize(
@@ -374,7 +376,7 @@ def test_a_module_that_is_called_otherwise_while_it_trains_is_merged(
 ) -> None:
     """PaddleOCR-VL, HyperCLOVA X, CSM and SAM 3 in transformers."""
     names = hub, trained
-    a, b = (plan_help.model(tmp_path / x, seed=i, more=under(names[i], shapes)) for i, x in enumerate("ab"))
+    a, b = (plan_help.model(tmp_path / x, seed=i, extra=under(names[i], shapes)) for i, x in enumerate("ab"))
     for first, second in ((0, 1), (1, 0)):
         p = plan(linear(*((a, b)[i] for i in (first, second))))
         assert all(len(s.inputs) == 2 for s in p.steps)
@@ -391,7 +393,7 @@ def under(module: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[in
 
 def two_decoders(folder: Path, text: str, action: str, seed: int, *, width: int) -> str:
     """Two decoders beside each other, as in π0. width: of the second."""
-    tensors = decoder(seed=seed, prefix=text, head=False, more={"action_out_proj.weight": (4, 4)})
+    tensors = decoder(seed=seed, prefix=text, head=False, extra={"action_out_proj.weight": (4, 4)})
     narrow = decoder(seed=seed + 5, prefix=action, head=False)
     tensors |= {n: np.resize(t, [width if size == 4 else size for size in t.shape]) for n, t in narrow.items()}
     return str(write_checkpoint(folder, tensors, {"model_type": "pi0", "vocab_size": 8}))
@@ -422,7 +424,7 @@ def test_decoders_of_equal_sizes_that_no_word_tells_apart_are_refused(tmp_path: 
 def test_an_embedding_is_no_other_one_because_their_sizes_are_equal(tmp_path: Path) -> None:
     """π0 stores the embedding of its second decoder as a head."""
     a = two_decoders(tmp_path / "a", *TRAINED, 0, width=4)
-    tensors = decoder(seed=1, prefix=TRAINED[0], head=False, more={"action_out_proj.weight": (4, 4)})
+    tensors = decoder(seed=1, prefix=TRAINED[0], head=False, extra={"action_out_proj.weight": (4, 4)})
     tensors |= decoder(seed=6, prefix=TRAINED[1], head=False, without=[f"{TRAINED[1]}embed_tokens.weight"])
     b = str(write_checkpoint(tmp_path / "b", tensors, {"model_type": "pi0", "vocab_size": 8}))
     for models in ((a, b), (b, a)):
@@ -455,9 +457,9 @@ def test_many_matrices_of_equal_sizes_under_other_names_are_refused(tmp_path: Pa
 def test_two_heads_of_one_size_stay_two(one: str, other: str, tmp_path: Path) -> None:
     shapes = {"weight": (2, 4), "bias": (2,)}
     models = renamed(tmp_path / "a", {one: shapes}, head=False), renamed(tmp_path / "b", {other: shapes}, 1, head=False)
-    found = sources(plan(linear(*models)))
-    assert found[f"{one}.weight"] == [(0, f"{one}.weight")]
-    assert found[f"{other}.weight"] == [(1, f"{other}.weight")]
+    origins = sources(plan(linear(*models)))
+    assert origins[f"{one}.weight"] == [(0, f"{one}.weight")]
+    assert origins[f"{other}.weight"] == [(1, f"{other}.weight")]
 
 
 def test_a_head_that_another_release_calls_otherwise_is_merged(tmp_path: Path) -> None:
@@ -494,9 +496,9 @@ def test_a_tensor_that_would_be_lost_is_an_error(tmp_path: Path, monkeypatch: py
             real(self, prefix, segment, layer, i, t)
 
     monkeypatch.setattr(StepMaker, "_layer", forgetful)
-    found = problems(linear(a, b))
-    assert [type(f) for f in found] == [TensorLost, TensorLost]
-    assert str(found[0]) == (
+    errors = problems(linear(a, b))
+    assert [type(f) for f in errors] == [TensorLost, TensorLost]
+    assert str(errors[0]) == (
         f"model.layers.1.input_layernorm.weight: 4 tensors of {a} would not be in the output\n"
         "  -> Report this recipe: every tensor must be used, or be left out for a stated reason."
     )
@@ -588,9 +590,9 @@ def test_layers_that_a_models_own_config_does_not_count_still_match(tmp_path: Pa
 
 def test_a_stack_is_not_taken_for_one_whose_name_the_model_uses_itself(tmp_path: Path) -> None:
     a = plan_help.model(tmp_path / "a", 1)
-    own = decoder(1, seed=1) | {f"language_model.{n}": t for n, t in decoder(1, seed=2).items() if "layers" in n}
-    own["model.layers.2.mlp.up_proj.weight"] = own.pop("model.layers.0.mlp.up_proj.weight")
-    b = str(write_checkpoint(tmp_path / "b", own))
+    tensors = decoder(1, seed=1) | {f"language_model.{n}": t for n, t in decoder(1, seed=2).items() if "layers" in n}
+    tensors["model.layers.2.mlp.up_proj.weight"] = tensors.pop("model.layers.0.mlp.up_proj.weight")
+    b = str(write_checkpoint(tmp_path / "b", tensors))
     assert {type(x) for x in problems(linear(a, b))} == {MismatchError}
 
 
@@ -599,8 +601,8 @@ def test_extra_layers_match_by_their_rank_though_their_numbers_differ(tmp_path: 
     mtp = [{f"model.layers.{n}.eh_proj.weight": (4, 8)} for n in (2, 4)]
     settings = {"num_nextn_predict_layers": 1}
     a, b = (
-        plan_help.model(tmp_path / x, n, seed=n, more=more, settings=settings)
-        for x, n, more in zip("ab", (2, 4), mtp, strict=True)
+        plan_help.model(tmp_path / x, n, seed=n, extra=extra, settings=settings)
+        for x, n, extra in zip("ab", (2, 4), mtp, strict=True)
     )
     sources_ = [{"model": m, "layer_range": [0, 2]} for m in (a, b)]
     p = plan({"merge_method": "linear", "slices": [{"sources": sources_}], "parameters": {"weight": 1}})

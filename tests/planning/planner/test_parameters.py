@@ -113,8 +113,8 @@ def forms(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return plain | entry | st.lists(entry, min_size=1, max_size=3)
 
 
-def blocks(own: bool, shared: bool) -> st.SearchStrategy[dict[str, Any]]:
-    chosen = {"weight": forms(NUMBERS), "density": forms(NUMBERS)} if own else {}
+def blocks(per_model: bool, shared: bool) -> st.SearchStrategy[dict[str, Any]]:
+    chosen = {"weight": forms(NUMBERS), "density": forms(NUMBERS)} if per_model else {}
     if shared:
         chosen |= {"lambda": forms(NUMBERS), "normalize": forms(FLAGS), "rescale": forms(FLAGS)}
     return st.fixed_dictionaries({}, optional=chosen)
@@ -157,12 +157,12 @@ def recipes(draw: st.DrawFn, abc: tuple[str, str, str]) -> dict[str, Any]:
 @given(data=st.data())
 def test_values_are_those_of_the_oracle_whatever_the_recipe(abc: tuple[str, str, str], data: st.DataObject) -> None:
     recipe = data.draw(recipes(abc))
-    wanted = expected(recipe, abc)
+    oracle = expected(recipe, abc)
     p = plan(recipe)
-    assert {step.out.name for step in p.steps} == wanted.keys()
+    assert {step.out.name for step in p.steps} == oracle.keys()
     for step in p.steps:
         got = p.settings[step.settings]
-        shared, models = wanted[step.out.name]
+        shared, models = oracle[step.out.name]
         assert got.shared["normalize"] is bool(shared["normalize"])
         assert got.shared["rescale"] == shared["rescale"]
         assert got.shared["lambda"] == pytest.approx(shared["lambda"], abs=1e-12)
@@ -193,11 +193,11 @@ parameters:
   lambda: 0.5
 """)
     with prepare(recipe) as prepared:
-        found = {(o.parameter, o.model): (o.value, o.where) for o in prepared.explain("model.layers.1.mlp.up_proj.weight")}
+        explained = {(o.parameter, o.model): (o.value, o.where) for o in prepared.explain("model.layers.1.mlp.up_proj.weight")}
         outside = {(o.parameter, o.model): o.value for o in prepared.explain("lm_head.weight")}
         with pytest.raises(UnknownName, match=r"no tensor 'lm_head.wieght' \(did you mean 'lm_head.weight'"):
             prepared.explain("lm_head.wieght")
-    wanted = {
+    expected_values = {
         ("normalize", None): (True, "default"),
         ("rescale", None): ("none", "default"),
         ("lambda", None): (0.5, f"{recipe}:14:11"),
@@ -207,8 +207,8 @@ parameters:
         ("weight", 2): (2.0, f"{recipe}:13:11"),
         ("density", 2): (0.5, f"{recipe}:11:27"),
     }
-    assert found | wanted == found  # and those that every method with a base has, at their defaults
-    assert all(where == "default" for key, (_, where) in found.items() if key not in wanted)
+    assert explained | expected_values == explained  # and those that every method with a base has, at their defaults
+    assert all(where == "default" for key, (_, where) in explained.items() if key not in expected_values)
     assert outside["weight", 1] == 0.25
 
 
@@ -238,7 +238,7 @@ def test_own_filters_look_at_the_name_in_the_model_and_shared_ones_at_the_output
 
 def test_every_wrong_parameter_is_reported_at_once_with_its_place(abc: tuple[str, str, str]) -> None:
     a, b, c = abc
-    found = problems(f"""merge_method: ties
+    errors = problems(f"""merge_method: ties
 base_model: {a}
 models:
   - model: {b}
@@ -254,7 +254,7 @@ parameters:
   normalize: 3
   lamda: 1
 """)
-    assert [(type(p), p.finding.where) for p in found] == [
+    assert [(type(p), p.finding.where) for p in errors] == [
         (ParameterError, "<text>:6:15"),
         (ParameterError, "<text>:7:16"),
         (ParameterError, "<text>:8:7"),
@@ -263,7 +263,7 @@ parameters:
         (ParameterError, "<text>:14:14"),
         (UnknownParameter, "<text>:15:3"),
     ]
-    assert [p.finding.what for p in found] == [
+    assert [p.finding.what for p in errors] == [
         "weight must be a number, not 'lots'",
         "density must be at most 1, not 2",
         "'lambda' applies to the whole merge, not to one model; mergekit ignores it here",

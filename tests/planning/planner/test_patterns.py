@@ -34,8 +34,8 @@ def entry(model: Any, weight: float = 1) -> dict[str, Any]:
     return {"model": model, "parameters": {"weight": weight}}
 
 
-def linear(*entries: Any, **more: Any) -> dict[str, Any]:
-    return {"merge_method": "linear", "models": [e if isinstance(e, dict) else entry(e) for e in entries], **more}
+def linear(*entries: Any, **options: Any) -> dict[str, Any]:
+    return {"merge_method": "linear", "models": [e if isinstance(e, dict) else entry(e) for e in entries], **options}
 
 
 def refs(p: Plan) -> list[str]:

@@ -68,8 +68,8 @@ def tensors_of(folder: str | Path) -> dict[str, np.ndarray]:
     return {f"{file.parent.name}/{name}": tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def linear(*models: str, **more: Any) -> dict[str, Any]:
-    return {"merge_method": "linear", "models": [{"model": m, "parameters": {"weight": 0.5}} for m in models], **more}
+def linear(*models: str, **options: Any) -> dict[str, Any]:
+    return {"merge_method": "linear", "models": [{"model": m, "parameters": {"weight": 0.5}} for m in models], **options}
 
 
 def test_each_part_is_merged_by_its_own_values(tmp_path: Path) -> None:
@@ -100,10 +100,10 @@ def test_the_parts_are_the_modules(tmp_path: Path) -> None:
     out = weightsmith.merge(recipe, tmp_path / "out", fsync=False).out
     first, second, merged = tensors_of(a), tensors_of(b), tensors_of(out)
     for name, tensor in merged.items():
-        wanted = {"vae": second[name], "text_encoder": first[name]}.get(
+        expected = {"vae": second[name], "text_encoder": first[name]}.get(
             name.partition("/")[0], (first[name] + second[name]) / 2
         )
-        np.testing.assert_allclose(tensor, wanted, atol=1e-7)
+        np.testing.assert_allclose(tensor, expected, atol=1e-7)
 
 
 def test_a_gradient_runs_over_the_layers_of_each_part(tmp_path: Path) -> None:
@@ -580,7 +580,7 @@ def test_an_adapter_changes_each_part_that_it_has_factors_of(inner: str, flat: b
     (Path(a) / "model_index.json").write_text(json.dumps({**INDEX, "text_encoder_2": ["transformers", "CLIPTextModel"]}))
     first = {name: tensor for name, tensor in tensors_of(a).items() if not name.startswith("vae")}
     prefixes = {"unet": "lora_unet_", "text_encoder": "lora_te1_", "text_encoder_2": "lora_te2_"}
-    wanted = {}
+    expected = {}
     for name, tensor in first.items():
         part, _, module = name.removesuffix(".weight").partition("/")
         module = module if part == "unet" else f"text_model.{module.removeprefix(inner)}"
@@ -591,11 +591,11 @@ def test_an_adapter_changes_each_part_that_it_has_factors_of(inner: str, flat: b
             if flat
             else {f"{module}.lora_A.weight": down, f"{module}.lora_B.weight": up}
         )
-        wanted[name] = tensor + up @ down
+        expected[name] = tensor + up @ down
     save_file(factors, tmp_path / "lora.safetensors")
-    found = tensors_of(weightsmith.dequantize(f"{a}+{tmp_path / 'lora.safetensors'}", tmp_path / "out", fsync=False).out)
-    for name, tensor in wanted.items():
-        np.testing.assert_allclose(found[name], tensor, atol=1e-5, err_msg=name)
+    weights = tensors_of(weightsmith.dequantize(f"{a}+{tmp_path / 'lora.safetensors'}", tmp_path / "out", fsync=False).out)
+    for name, tensor in expected.items():
+        np.testing.assert_allclose(weights[name], tensor, atol=1e-5, err_msg=name)
 
 
 def test_a_pipeline_with_an_adapter_has_the_files_of_the_pipeline(tmp_path: Path) -> None:
@@ -652,8 +652,8 @@ def test_diffusers_loads_the_result(tmp_path: Path) -> None:
     for part in ("unet", "vae", "text_encoder"):
         states = [getattr(pipe, part).state_dict() for pipe in (a, b, merged)]
         for name, weight in states[2].items():
-            wanted = (states[0][name] + states[1][name]) / 2 if weight.is_floating_point() else states[0][name]
-            torch.testing.assert_close(weight, wanted)
+            expected = (states[0][name] + states[1][name]) / 2 if weight.is_floating_point() else states[0][name]
+            torch.testing.assert_close(weight, expected)
     embeds = {name: torch.randn(1, 8, 16) for name in ("prompt_embeds", "negative_prompt_embeds")}
     image = merged(**embeds, num_inference_steps=2, height=16, width=16, output_type="pt").images
     assert torch.isfinite(image).all()

@@ -85,15 +85,15 @@ def test_a_merge_with_the_option_is_that_of_the_plain_models(
 
 @pytest.mark.parametrize("command", ["dequantize", "quantize"])
 def test_copies_have_no_entry_but_their_own(command: str, plain: str, tmp_path: Path) -> None:
-    made = []
+    outputs = []
     for folder, options in ((plain, {"progress": False}), (stale(tmp_path / "stale", ENTRIES["gptq"]), IGNORED)):
         out = tmp_path / f"{Path(folder).name}-{command}"
         if command == "dequantize":
             weightsmith.dequantize(folder, out, **options)
         else:
             weightsmith.quantize(folder, out, "fp8-dynamic", **options)
-        made.append((shards(out), json.loads((out / "config.json").read_text())))
-    assert made[0] == made[1]
+        outputs.append((shards(out), json.loads((out / "config.json").read_text())))
+    assert outputs[0] == outputs[1]
 
 
 def test_a_plan_that_was_made_with_the_option_runs_without_it(tmp_path: Path) -> None:

@@ -56,12 +56,12 @@ parameters:
 def test_a_slice_with_a_mistake_is_not_looked_at_further(tmp_path: Path) -> None:
     a, b = (plan_help.model(tmp_path / name, 4, seed=seed) for seed, name in enumerate("ab"))
     ranges = [{"model": a, "layer_range": [0, 2]}, {"model": b, "layer_range": [3, 4]}]  # the second has no further layer
-    for sources, found in (
+    for sources, message in (
         (ranges, "the sources of a slice have different numbers of layers"),
         ([ranges[0], ranges[0]], f"{a} is listed twice"),
     ):
         recipe = {"merge_method": "linear", "slices": [{"sources": sources}], "parameters": {"weight": 1}}
-        assert [problem.finding.what for problem in problems(recipe)] == [found]
+        assert [problem.finding.what for problem in problems(recipe)] == [message]
 
 
 def test_parameters_shapes_and_missing_tensors_are_told_together(tmp_path: Path) -> None:
@@ -69,8 +69,8 @@ def test_parameters_shapes_and_missing_tensors_are_told_together(tmp_path: Path)
     tensors = decoder(seed=1, without=["model.layers.1.input_layernorm.weight"])
     tensors = {n: t.repeat(2, axis=0) if "q_proj" in n else t for n, t in tensors.items()}
     b = str(write_checkpoint(tmp_path / "b", tensors, config()))
-    found = problems(f"merge_method: slerp\nbase_model: {a}\nmodels: [{{model: {b}}}]\n")
-    assert [str(f).split("\n")[0] for f in found] == [
+    errors = problems(f"merge_method: slerp\nbase_model: {a}\nmodels: [{{model: {b}}}]\n")
+    assert [str(f).split("\n")[0] for f in errors] == [
         "<text>:1:1: merge_method slerp needs the parameter 't'",
         "model.layers.0.self_attn.q_proj.weight: 'slerp' needs equal shapes; so for 1 more like it",
         "model.layers.1.input_layernorm.weight: not all the models have this tensor",
@@ -78,8 +78,8 @@ def test_parameters_shapes_and_missing_tensors_are_told_together(tmp_path: Path)
 
 
 def test_an_unknown_method_does_not_hide_missing_models(tmp_path: Path) -> None:
-    found = problems(f"merge_method: tise\nmodels: [{{model: {tmp_path}/a}}, {{model: {tmp_path}/b}}]\n")
-    assert [str(f).split("\n")[0] for f in found] == [
+    errors = problems(f"merge_method: tise\nmodels: [{{model: {tmp_path}/a}}, {{model: {tmp_path}/b}}]\n")
+    assert [str(f).split("\n")[0] for f in errors] == [
         "<text>:1:1: no merge method is called 'tise' (did you mean 'ties'?)",
         f"<text>:2:18: {tmp_path}/a: no such folder or file",
         f"<text>:2:{18 + len(str(tmp_path)) + 13}: {tmp_path}/b: no such folder or file",
@@ -103,8 +103,8 @@ parameters:
     lines = text.split("\n")
     misspelled, beyond = f"5:{lines[4].index('densty') + 1}", f"6:{lines[5].index('[1,') + 1}"
     # `rescale` takes l1 in one method and a number in another, and the density of one has no bounds.
-    found = {problem.finding.where.removeprefix("<text>:"): problem.finding.what for problem in problems(text)}
-    assert found == {
+    messages = {problem.finding.where.removeprefix("<text>:"): problem.finding.what for problem in problems(text)}
+    assert messages == {
         "1:1": "no merge method is called 'tise' (did you mean 'ties'?)",
         "3:5": "the sources of a slice have different numbers of layers",
         misspelled: "no merge method has a parameter 'densty' (did you mean 'density'?); mergekit ignores it",
@@ -129,8 +129,8 @@ models:
   - {{model: {tmp_path}/c}}
 parameters: {{density: 2}}
 """
-    found = [str(problem).split("\n")[0].replace(str(tmp_path), "") for problem in problems(text)]
-    assert found == [
+    messages = [str(problem).split("\n")[0].replace(str(tmp_path), "") for problem in problems(text)]
+    assert messages == [
         "<text>:3:13: no folder matches /step-*",
         f"<text>:4:{len(a) + 28}: merge_method ties has no parameter 'densty' (did you mean 'density'?); mergekit ignores it",
         "<text>:5:13: /c: no such folder or file",
@@ -163,8 +163,8 @@ def test_models_that_are_in_the_folder_of_the_recipe_are_found_there(tmp_path: P
 def test_a_missing_base_does_not_hide_what_is_wrong_with_the_rest(tmp_path: Path) -> None:
     a = plan_help.model(tmp_path / "a")
     models = [{"model": a, "parameters": {"weight": "x"}}]
-    found = problems({"merge_method": "ties", "base_model": str(tmp_path / "no"), "models": models})
-    assert [str(f).split("\n")[0] for f in found] == [
+    errors = problems({"merge_method": "ties", "base_model": str(tmp_path / "no"), "models": models})
+    assert [str(f).split("\n")[0] for f in errors] == [
         "models[0].parameters.weight: weight must be a number, not 'x'",
         f"base_model: {tmp_path}/no: no such folder or file",
     ]

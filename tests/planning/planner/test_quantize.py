@@ -92,20 +92,20 @@ def weight_files(folder: Path) -> dict[str, bytes]:
 
 def tensors(folder: Path) -> dict[str, np.ndarray]:
     """Every stored tensor, by a reader of its own."""
-    found = {}
+    arrays = {}
     for path in sorted(folder.glob("*.safetensors")):
         data = path.read_bytes()
         start = 8 + int.from_bytes(data[:8], "little")
         for name, about in json.loads(data[8:start]).items():
             if name != "__metadata__":
                 a, b = about["data_offsets"]
-                found[name] = np.frombuffer(data[start + a : start + b], KINDS[about["dtype"]]).reshape(about["shape"])
-    return found
+                arrays[name] = np.frombuffer(data[start + a : start + b], KINDS[about["dtype"]]).reshape(about["shape"])
+    return arrays
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return found
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
 
 
 def problems(what: Any, **options: Any) -> str:
@@ -178,8 +178,8 @@ def test_other_dtypes_are_rounded_before_they_are_quantised(out_dtype: str, tmp_
 def test_threads_memory_and_shards_change_no_tensor(options: dict[str, Any], tmp_path: Path) -> None:
     make(TIES, tmp_path / "a", quantize=FP8)
     make(TIES, tmp_path / "b", quantize=FP8, **options)
-    expected, found = tensors(tmp_path / "a"), tensors(tmp_path / "b")
-    assert {name: array.tobytes() for name, array in found.items()} == {name: a.tobytes() for name, a in expected.items()}
+    expected, actual = tensors(tmp_path / "a"), tensors(tmp_path / "b")
+    assert {name: array.tobytes() for name, array in actual.items()} == {name: a.tobytes() for name, a in expected.items()}
 
 
 @pytest.mark.slow
@@ -418,10 +418,10 @@ def test_verify_names_a_damaged_code_or_scale(damaged: str, tmp_path: Path) -> N
         byte = file.read(1)
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte[0] ^ 1]))
-    with pytest.raises(Corrupt) as found:
+    with pytest.raises(Corrupt) as caught:
         weightsmith.verify(tmp_path / "out")
-    assert len(found.value.finding.details) == 1
-    assert f"tensor {damaged}: differs" in str(found.value)
+    assert len(caught.value.finding.details) == 1
+    assert f"tensor {damaged}: differs" in str(caught.value)
 
 
 @pytest.mark.process
@@ -435,10 +435,10 @@ def test_killed_around_the_tensors_of_one_weight(last: str, tmp_path: Path) -> N
     if pid == 0:
         finish = Staging.finish
 
-        def dying(self: Staging, name: str, *more: Any) -> None:
+        def dying(self: Staging, name: str, *args: Any) -> None:
             if name == last:
                 os._exit(7)
-            finish(self, name, *more)
+            finish(self, name, *args)
 
         try:
             Staging.finish = dying  # type: ignore[method-assign]
@@ -592,8 +592,8 @@ def test_transformers_loads_it(name: str, encoding: str, tmp_path: Path) -> None
 
     def logits(model: Any) -> torch.Tensor:
         with torch.no_grad():
-            found: torch.Tensor = model(input_ids=torch.arange(24)[None] * 7 % 64).logits.float()
-        return found
+            predicted: torch.Tensor = model(input_ids=torch.arange(24)[None] * 7 % 64).logits.float()
+        return predicted
 
     expected, exact, quantised = load("plain"), load("decoded"), load("quantised")
     if encoding == FP8:

@@ -75,9 +75,9 @@ def write_sparse(folder: Path, specs: list[TensorSpec]) -> str:
 
 def measure(*recipes: Path) -> list[dict[str, Any]]:
     done = subprocess.run([sys.executable, "-c", MEASURE, *map(str, recipes)], capture_output=True, text=True, check=True)
-    found: list[dict[str, Any]] = json.loads(done.stdout)
-    print(found)
-    return found
+    measurements: list[dict[str, Any]] = json.loads(done.stdout)
+    print(measurements)
+    return measurements
 
 
 @pytest.mark.process
@@ -97,10 +97,10 @@ def test_ten_thousand_tensors_of_a_terabyte_are_planned(tmp_path: Path) -> None:
         f"merge_method: passthrough\nslices:\n  - sources: [{{model: {a}, layer_range: [0, 20]}}]\n"
         f"  - sources: [{{model: {b}, layer_range: [15, 30]}}]\n"
     )
-    found, stacked = measure(linear, stack)
-    assert (found["steps"], found["inputs"], found["bytes"]) == (len(specs), 2 * len(specs), total)
-    assert (found["dropped"], found["settings"], found["layers"]) == (0, 2, LAYERS)
-    assert found["shards"] > total / 5e9
+    averaged, stacked = measure(linear, stack)
+    assert (averaged["steps"], averaged["inputs"], averaged["bytes"]) == (len(specs), 2 * len(specs), total)
+    assert (averaged["dropped"], averaged["settings"], averaged["layers"]) == (0, 2, LAYERS)
+    assert averaged["shards"] > total / 5e9
     per_layer = 6 * EXPERTS + 8
     assert (stacked["steps"], stacked["layers"]) == (3 + 35 * per_layer, 35)
     assert stacked["dropped"] == 25 * per_layer + 3
@@ -130,9 +130,9 @@ parameters: {{lambda: 0.5, normalize: true}}
 
 def recipe(folder: Path) -> Path:
     tower = {f"model.vision_tower.layers.{i}.w.weight": (2, 2) for i in range(3)}
-    more = {"a": {}, "b": tower | {"score.weight": (3, 4)}, "c": {"model.rotary_emb.inv_freq": (2,)}}
+    extra = {"a": {}, "b": tower | {"score.weight": (3, 4)}, "c": {"model.rotary_emb.inv_freq": (2,)}}
     for i, name in enumerate("abc"):
-        plan_help.model(folder / name, 4, seed=i, more=more[name])
+        plan_help.model(folder / name, 4, seed=i, extra=extra[name])
     path = folder / "r.yml"
     path.write_text(RECIPE.format(a=folder / "a", b=folder / "b", c=folder / "c"))
     return path
@@ -187,8 +187,8 @@ except Exception as error:
 @pytest.mark.slow
 def test_plans_and_refusals_do_not_depend_on_the_order_of_hashes(tmp_path: Path) -> None:
     path = recipe(tmp_path)
-    a = plan_help.model(tmp_path / "d", more={f"model.m{i}.weight": (2, 2) for i in range(9)} | {"model.norm.bias": (4,)})
-    b = plan_help.model(tmp_path / "e", more={"lm_head.bias": (8,), "model.layers.0.mlp.gate.weight": (2, 2)})
+    a = plan_help.model(tmp_path / "d", extra={f"model.m{i}.weight": (2, 2) for i in range(9)} | {"model.norm.bias": (4,)})
+    b = plan_help.model(tmp_path / "e", extra={"lm_head.bias": (8,), "model.layers.0.mlp.gate.weight": (2, 2)})
     outputs = set()
     for seed in (1, 2):
         command = [sys.executable, "-c", PRINTED, str(path), a, b]

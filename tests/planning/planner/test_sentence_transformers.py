@@ -60,11 +60,11 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_merge_computes_what_a_merge_by_torch_does(kind: str, tmp_path: Path) -> None:
     torch, st = pytest.importorskip("torch"), pytest.importorskip("sentence_transformers")
-    base_kind, made = KINDS[kind]
+    base_kind, build = KINDS[kind]
     base = bert(tmp_path / "bert", base_kind)
     states = []
     for seed, name in enumerate("ab"):
-        model, random = made(st, base, torch), torch.Generator().manual_seed(seed)
+        model, random = build(st, base, torch), torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for weight in model.parameters():
                 weight.add_(0.05 * torch.randn(weight.shape, generator=random))
@@ -73,16 +73,16 @@ def test_a_merge_computes_what_a_merge_by_torch_does(kind: str, tmp_path: Path) 
     done = weightsmith.merge(linear(tmp_path / "a", tmp_path / "b"), tmp_path / "out", fsync=False)
     model.load_state_dict({k: (v + states[1][k]) / 2 if v.is_floating_point() else v for k, v in states[0].items()})
     merged = getattr(st, kind)(str(done.out), device="cpu")
-    assert [type(each).__name__ for each in merged] == [type(each).__name__ for each in model]
+    assert [type(module).__name__ for module in merged] == [type(module).__name__ for module in model]
     if kind == "CrossEncoder":
-        found, wanted = (each.predict([TEXTS], convert_to_tensor=True) for each in (merged, model))
+        actual, expected = (encoder.predict([TEXTS], convert_to_tensor=True) for encoder in (merged, model))
     elif kind == "MultiVectorEncoder":
         assert [type(module).__name__ for module in merged][1] == "Dense"
-        found, wanted = (torch.cat([torch.as_tensor(x) for x in each.encode(TEXTS)]) for each in (merged, model))
+        actual, expected = (torch.cat([torch.as_tensor(x) for x in encoder.encode(TEXTS)]) for encoder in (merged, model))
     else:
-        found, wanted = (each.encode(TEXTS, convert_to_tensor=True) for each in (merged, model))
-    found, wanted = (each.to_dense() if each.is_sparse else each for each in (found, wanted))
-    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-5)
+        actual, expected = (encoder.encode(TEXTS, convert_to_tensor=True) for encoder in (merged, model))
+    actual, expected = (vectors.to_dense() if vectors.is_sparse else vectors for vectors in (actual, expected))
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.reader

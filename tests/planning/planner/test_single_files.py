@@ -46,10 +46,10 @@ def averages(seed: int) -> dict[str, np.ndarray]:
     return {**named, "model_ema.decay": np.array(0.99, np.float32), "model_ema.num_updates": np.array(7, np.int32)}
 
 
-def single(path: Path, seed: int, **more: np.ndarray) -> str:
+def single(path: Path, seed: int, **extra_tensors: np.ndarray) -> str:
     """A file of Stable Diffusion 1."""
     parts = tensors(UNET, seed, DIFFUSION) | tensors(VAE, seed + 50, FIRST) | tensors(TEXT, seed + 70, "cond_stage_model.")
-    save_file({**parts, "betas": np.arange(5, dtype=np.float32), **more}, path, {"modelspec.title": f"model {seed}"})
+    save_file({**parts, "betas": np.arange(5, dtype=np.float32), **extra_tensors}, path, {"modelspec.title": f"model {seed}"})
     return str(path)
 
 
@@ -95,12 +95,12 @@ def test_each_module_is_merged_by_its_own_values(tmp_path: Path) -> None:
         }
     )
     assert not any("config.json" in text for text in warnings(p)), "such a file never has one"
-    found = merged({"merge_method": "linear", "modules": {"diffusion": {"models": models(a, b)}}}, tmp_path)
+    weights = merged({"merge_method": "linear", "modules": {"diffusion": {"models": models(a, b)}}}, tmp_path)
     first, second = load_file(a), load_file(b)
-    assert found.keys() == first.keys()
-    for name, tensor in found.items():
-        wanted = (first[name].astype(np.float64) + second[name]) / 2 if name.startswith(DIFFUSION) else first[name]
-        np.testing.assert_allclose(tensor, wanted, rtol=2**-10, atol=1e-6)
+    assert weights.keys() == first.keys()
+    for name, tensor in weights.items():
+        expected = (first[name].astype(np.float64) + second[name]) / 2 if name.startswith(DIFFUSION) else first[name]
+        np.testing.assert_allclose(tensor, expected, rtol=2**-10, atol=1e-6)
     with safe_open(tmp_path / "out/model.safetensors", "np") as file:
         said = {"modelspec.title": "model 1", "modelspec.merged_from": "a, b"}
         assert file.metadata() == {"format": "pt", **said}
@@ -115,11 +115,11 @@ def test_a_vae_of_another_file_is_baked_in(prefix: str, tmp_path: Path) -> None:
         "merge_method": "linear",
         "modules": {"diffusion": {"models": models(a)}, "vae": {"models": models(str(tmp_path / "vae.safetensors"))}},
     }
-    found, first = merged(recipe, tmp_path), load_file(a)
-    assert found.keys() == first.keys()
-    for name, tensor in found.items():
-        wanted = vae[prefix + name.removeprefix(FIRST)] if name.startswith(FIRST) else first[name]
-        assert np.array_equal(tensor, wanted), name
+    weights, first = merged(recipe, tmp_path), load_file(a)
+    assert weights.keys() == first.keys()
+    for name, tensor in weights.items():
+        expected = vae[prefix + name.removeprefix(FIRST)] if name.startswith(FIRST) else first[name]
+        assert np.array_equal(tensor, expected), name
 
 
 def without_steps(path: Path, seed: int) -> str:
@@ -138,11 +138,11 @@ def test_a_vae_is_baked_in_whatever_else_its_file_has(prefix: str, tmp_path: Pat
     base = without_steps(tmp_path / "a.safetensors", 1)
     vae = tensors(VAE, 9, prefix) | {"loss.logvar": np.zeros((), np.float32)}
     save_file(vae | ({} if not prefix else tensors(UNET, 9, DIFFUSION)), tmp_path / "vae.safetensors")
-    found, first = merged(baked(base, tmp_path / "vae.safetensors"), tmp_path), load_file(base)
-    assert found.keys() == first.keys()
-    for name, tensor in found.items():
-        wanted = vae[prefix + name.removeprefix(FIRST)] if name.startswith(FIRST) else first[name]
-        assert np.array_equal(tensor, wanted), name
+    weights, first = merged(baked(base, tmp_path / "vae.safetensors"), tmp_path), load_file(base)
+    assert weights.keys() == first.keys()
+    for name, tensor in weights.items():
+        expected = vae[prefix + name.removeprefix(FIRST)] if name.startswith(FIRST) else first[name]
+        assert np.array_equal(tensor, expected), name
 
 
 def test_a_vae_under_two_prefixes_is_one_in_a_merge(tmp_path: Path) -> None:
@@ -150,12 +150,12 @@ def test_a_vae_under_two_prefixes_is_one_in_a_merge(tmp_path: Path) -> None:
     shapes = {name: shape for name, shape in VAE.items() if name in ("quant_conv.weight", "encoder.conv_in.weight")}
     for name, prefix in ((a, FIRST), (b, "vae.")):  # without layers, whose prefixes are paired by themselves
         save_file(tensors(UNET, 5, DIFFUSION) | tensors(shapes, len(prefix), prefix), name)
-    found = merged({"merge_method": "linear", "models": models(a, b)}, tmp_path)
+    weights = merged({"merge_method": "linear", "models": models(a, b)}, tmp_path)
     first, second = load_file(a), load_file(b)
-    assert found.keys() == first.keys()
+    assert weights.keys() == first.keys()
     for name in tensors(shapes, 0, FIRST):
-        wanted = (first[name].astype(np.float64) + second[name.replace(FIRST, "vae.")]) / 2
-        np.testing.assert_allclose(found[name], wanted, rtol=2**-10, atol=1e-6)
+        expected = (first[name].astype(np.float64) + second[name.replace(FIRST, "vae.")]) / 2
+        np.testing.assert_allclose(weights[name], expected, rtol=2**-10, atol=1e-6)
 
 
 @pytest.mark.parametrize("steps", [False, True], ids=["three parts", "and a schedule"])
@@ -180,9 +180,9 @@ def test_a_model_without_the_module_it_is_given_for_is_refused(tmp_path: Path) -
 def test_the_moving_average_takes_the_place_of_the_weights(tmp_path: Path) -> None:
     mean = averages(3)
     a = single(tmp_path / "a.safetensors", 1, **mean)
-    found, first = merged({"merge_method": "passthrough", "models": [{"model": f"{a}+ema"}]}, tmp_path), load_file(a)
-    assert found.keys() == {name for name in first if not name.startswith("model_ema.")}
-    for name, tensor in found.items():
+    weights, first = merged({"merge_method": "passthrough", "models": [{"model": f"{a}+ema"}]}, tmp_path), load_file(a)
+    assert weights.keys() == {name for name in first if not name.startswith("model_ema.")}
+    for name, tensor in weights.items():
         average = f"model_ema.diffusion_model{name.removeprefix(DIFFUSION).replace('.', '')}"
         assert np.array_equal(tensor, mean[average] if name.startswith(DIFFUSION) else first[name]), name
 
@@ -190,18 +190,18 @@ def test_the_moving_average_takes_the_place_of_the_weights(tmp_path: Path) -> No
 def test_the_moving_average_is_left_out(tmp_path: Path) -> None:
     a = single(tmp_path / "a.safetensors", 1, **averages(3))
     out = weightsmith.dequantize(f"{a}+no-ema", tmp_path / "out", fsync=False).out
-    found, first = load_file(out / "model.safetensors"), load_file(a)
-    assert found.keys() == {name for name in first if not name.startswith("model_ema.")}
-    assert all(np.array_equal(tensor, first[name]) for name, tensor in found.items())
+    weights, first = load_file(out / "model.safetensors"), load_file(a)
+    assert weights.keys() == {name for name in first if not name.startswith("model_ema.")}
+    assert all(np.array_equal(tensor, first[name]) for name, tensor in weights.items())
 
 
 def test_a_model_and_its_average_are_two_models_of_one_recipe(tmp_path: Path) -> None:
     mean = averages(3)
     a = single(tmp_path / "a.safetensors", 1, **mean)
-    found, first = merged({"merge_method": "linear", "models": models(f"{a}+no-ema", f"{a}+ema")}, tmp_path), load_file(a)
+    weights, first = merged({"merge_method": "linear", "models": models(f"{a}+no-ema", f"{a}+ema")}, tmp_path), load_file(a)
     name = f"{DIFFUSION}out.2.weight"
     np.testing.assert_allclose(
-        found[name], (first[name].astype(np.float32) + mean["model_ema.diffusion_modelout2weight"]) / 2, rtol=1e-6
+        weights[name], (first[name].astype(np.float32) + mean["model_ema.diffusion_modelout2weight"]) / 2, rtol=1e-6
     )
 
 
@@ -226,7 +226,7 @@ def test_weights_without_an_average_are_used_as_stored_and_the_plan_says_so(tmp_
 
 
 @pytest.mark.parametrize(
-    ("more", "choice", "kind", "text"),
+    ("extra_tensors", "choice", "kind", "text"),
     [
         ({}, "ema", Unsupported, "it holds no moving average"),
         ({}, "no-ema", Unsupported, "it holds no moving average"),
@@ -239,8 +239,8 @@ def test_weights_without_an_average_are_used_as_stored_and_the_plan_says_so(tmp_
         ),
     ],
 )
-def test_no_average_is_an_error(more: dict[str, Any], choice: str, kind: type, text: str, tmp_path: Path) -> None:
-    a = single(tmp_path / "a.safetensors", 1, **more)
+def test_no_average_is_an_error(extra_tensors: dict[str, Any], choice: str, kind: type, text: str, tmp_path: Path) -> None:
+    a = single(tmp_path / "a.safetensors", 1, **extra_tensors)
     (problem,) = plan_help.problems({"merge_method": "passthrough", "models": [{"model": f"{a}+{choice}"}]})
     assert isinstance(problem, kind)
     assert text in str(problem)

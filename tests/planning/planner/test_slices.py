@@ -15,12 +15,12 @@ from weightsmith._base.errors import LayerError, ShapeError
 UP = "mlp.up_proj.weight"
 
 
-def cut(model: str, start: int, end: int, **more: Any) -> dict[str, Any]:
-    return {"model": model, "layer_range": [start, end], **more}
+def cut(model: str, start: int, end: int, **keys: Any) -> dict[str, Any]:
+    return {"model": model, "layer_range": [start, end], **keys}
 
 
-def stack(*cuts: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {"merge_method": "passthrough", "slices": [{"sources": [c]} for c in cuts], **more}
+def stack(*cuts: dict[str, Any], **options: Any) -> dict[str, Any]:
+    return {"merge_method": "passthrough", "slices": [{"sources": [c]} for c in cuts], **options}
 
 
 def layer_sources(p: Any, n: int) -> list[list[tuple[int, str]]]:
@@ -44,10 +44,10 @@ def test_embedding_is_the_first_slices_and_norm_and_head_the_lasts(tmp_path: Pat
     a, b, c = (plan_help.model(tmp_path / n, 4, seed=i) for i, n in enumerate("abc"))
     p = plan(stack(cut(b, 0, 2), cut(a, 1, 2), cut(c, 2, 4)))
     assert [m.ref for m in p.models] == [b, a, c]
-    found = sources(p)
-    assert found["model.embed_tokens.weight"] == [(0, "model.embed_tokens.weight")]
-    assert found["model.norm.weight"] == [(2, "model.norm.weight")]
-    assert found["lm_head.weight"] == [(2, "lm_head.weight")]
+    origins = sources(p)
+    assert origins["model.embed_tokens.weight"] == [(0, "model.embed_tokens.weight")]
+    assert origins["model.norm.weight"] == [(2, "model.norm.weight")]
+    assert origins["lm_head.weight"] == [(2, "lm_head.weight")]
     reasons = {(d.model, d.tensor): d.reason for d in p.dropped}
     assert reasons[0, "lm_head.weight"] == "it is taken from the last slice, which has another model"
     assert reasons[2, "model.embed_tokens.weight"] == "it is taken from the first slice, which has another model"
@@ -55,8 +55,8 @@ def test_embedding_is_the_first_slices_and_norm_and_head_the_lasts(tmp_path: Pat
 
 
 def test_a_head_called_embed_out_is_the_last_slices(tmp_path: Path) -> None:
-    more = {"embed_out.weight": (8, 4)}
-    a, b = (plan_help.model(tmp_path / n, 4, seed=i, head=False, more=more) for i, n in enumerate("ab"))
+    extra = {"embed_out.weight": (8, 4)}
+    a, b = (plan_help.model(tmp_path / n, 4, seed=i, head=False, extra=extra) for i, n in enumerate("ab"))
     p = plan(stack(cut(a, 0, 2), cut(b, 2, 4)))
     assert sources(p)["embed_out.weight"] == [(1, "embed_out.weight")]
 
@@ -111,7 +111,7 @@ def test_kinds_are_those_of_the_stack_that_is_cut(tmp_path: Path) -> None:
 
     def write(name: str, kind: str) -> str:
         text = {"num_hidden_layers": 2, "vocab_size": 8, "layer_types": [kind] * 2}
-        tensors = decoder(2, prefix="language_model.", more=tower)
+        tensors = decoder(2, prefix="language_model.", extra=tower)
         settings = {"model_type": "llava", "text_config": text, "vision_config": vision}
         return str(write_checkpoint(tmp_path / name, tensors, {"architectures": ["LlavaX"], **settings}))
 
@@ -145,8 +145,8 @@ def test_embedding_and_head_with_unequal_rows_are_refused(tmp_path: Path) -> Non
 def test_a_bias_of_the_head_has_the_rows_of_the_embedding(tmp_path: Path) -> None:
     def with_bias(name: str, rows: int) -> str:
         settings = {"vocab_size": rows, "tie_word_embeddings": True}
-        more = {"cls.predictions.bias": (rows,)}
-        return plan_help.model(tmp_path / name, 2, vocab=rows, head=False, more=more, settings=settings)
+        extra = {"cls.predictions.bias": (rows,)}
+        return plan_help.model(tmp_path / name, 2, vocab=rows, head=False, extra=extra, settings=settings)
 
     a, b = with_bias("a", 8), with_bias("b", 10)
     problem = only(stack(cut(b, 0, 1), cut(a, 0, 1)))
@@ -168,7 +168,7 @@ def test_vocab_size_follows_the_embedding(tmp_path: Path) -> None:
 
 def test_sources_of_unequal_length_and_layers_out_of_range_are_all_reported(tmp_path: Path) -> None:
     a, b = (plan_help.model(tmp_path / n, 4, seed=i) for i, n in enumerate("ab"))
-    found = problems(f"""merge_method: linear
+    errors = problems(f"""merge_method: linear
 slices:
   - sources:
       - {{model: {a}, layer_range: [0, 2]}}
@@ -178,7 +178,7 @@ slices:
       - {{model: {b}, layer_range: [1, 4]}}
 parameters: {{weight: 1}}
 """)
-    assert [str(f) for f in found] == [
+    assert [str(f) for f in errors] == [
         "<text>:3:5: the sources of a slice have different numbers of layers\n"
         f"  {a} [0, 2]: 2 layers\n  {b} [0, 3]: 3 layers\n  -> Give ranges of equal length.",
         f"<text>:7:{32 + len(a)}: layer_range [2, 5] of {a}, which has 4 layers\n"
@@ -207,8 +207,8 @@ def test_output_tensors_are_in_the_order_of_a_checkpoint(tmp_path: Path) -> None
 
 
 def test_buffers_do_not_make_layers_unlike(tmp_path: Path) -> None:
-    more = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": (2,) for i in range(2)}
-    a, b = plan_help.model(tmp_path / "a", 2), plan_help.model(tmp_path / "b", 2, more=more)
+    extra = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": (2,) for i in range(2)}
+    a, b = plan_help.model(tmp_path / "a", 2), plan_help.model(tmp_path / "b", 2, extra=extra)
     assert layer_sources(plan(stack(cut(a, 0, 2), cut(b, 1, 2))), 3) == [up(0, 0), up(0, 1), up(1, 1)]
 
 
@@ -243,7 +243,7 @@ def test_a_stack_that_the_config_cannot_express_is_refused_with_its_place(tmp_pa
 def test_extra_layers_stand_after_the_new_last_layer(tmp_path: Path) -> None:
     """A multi-token-prediction layer has the number after the last: it must move with it."""
     mtp = {"model.layers.3.eh_proj.weight": (4, 8), "model.layers.3.self_attn.q_proj.weight": (4, 4)}
-    a = plan_help.model(tmp_path / "a", 3, more=mtp, settings={"num_nextn_predict_layers": 1})
+    a = plan_help.model(tmp_path / "a", 3, extra=mtp, settings={"num_nextn_predict_layers": 1})
     p = plan(stack(cut(a, 0, 3), cut(a, 1, 3)))
     assert sources(p)["model.layers.5.eh_proj.weight"] == [(0, "model.layers.3.eh_proj.weight")]
     assert sources(p)["model.layers.5.self_attn.q_proj.weight"] == [(0, "model.layers.3.self_attn.q_proj.weight")]
@@ -254,7 +254,7 @@ def test_extra_layers_stand_after_the_new_last_layer(tmp_path: Path) -> None:
 
 def test_prediction_layers_beside_the_stack_stay_whole(tmp_path: Path) -> None:
     mtp = {f"mtp.layers.0.{name}": shape for name, shape in plan_help.LAYER.items()} | {"mtp.norm.weight": (4,)}
-    a = plan_help.model(tmp_path / "a", 3, more=mtp)
+    a = plan_help.model(tmp_path / "a", 3, extra=mtp)
     p = plan(stack(cut(a, 0, 2), cut(a, 1, 3)))
     assert sources(p)[f"mtp.layers.0.{UP}"] == [(0, f"mtp.layers.0.{UP}")]
     assert sources(p)["mtp.norm.weight"] == [(0, "mtp.norm.weight")]
@@ -273,7 +273,7 @@ def encoder_decoder(folder: Path, seed: int = 0) -> str:
 def with_positions(folder: Path, rows: int) -> str:
     sides = ("encoder", "decoder")
     parts = {
-        s: decoder(2, head=False, prefix=f"model.{s}.", more={f"model.{s}.embed_positions.weight": (rows, 4)}) for s in sides
+        s: decoder(2, head=False, prefix=f"model.{s}.", extra={f"model.{s}.embed_positions.weight": (rows, 4)}) for s in sides
     }
     tensors = {n: t for part in parts.values() for n, t in part.items() if "embed_tokens" not in n}
     tensors["model.shared.weight"] = decoder()["lm_head.weight"]
@@ -315,13 +315,13 @@ def test_slices_of_an_encoder_decoder_say_how_to_write_modules(tmp_path: Path) -
 
 def test_wrong_modules_are_reported_at_once(tmp_path: Path) -> None:
     a = encoder_decoder(tmp_path / "a")
-    found = problems(f"""merge_method: passthrough
+    errors = problems(f"""merge_method: passthrough
 modules:
   decodr: {{models: [{{model: {a}}}]}}
   shared: {{slices: [{{sources: [{{model: {a}, layer_range: [0, 1]}}]}}]}}
   encoder: {{slices: [{{sources: [{{model: {a}, layer_range: [0, 9]}}]}}]}}
 """)
-    assert [str(f).split("\n")[0] for f in found] == [
+    assert [str(f).split("\n")[0] for f in errors] == [
         "<text>:3:3: the model has no module 'decodr' (did you mean 'decoder'?)",
         "<text>:4:3: module 'shared' has no stacks of layers, and 'slices' needs one",
         f"<text>:5:{56 + len(a)}: layer_range [0, 9] of {a}, which has 2 layers",

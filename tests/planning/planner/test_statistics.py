@@ -32,16 +32,16 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("models")
+    root = tmp_path_factory.mktemp("models")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     for seed, name in enumerate(("base", "a", "b")):
-        model(made / name, vocab=256, seed=seed, settings={"vocab_size": 256, "hidden_size": 4})
-        tokenizer.save(str(made / name / "tokenizer.json"))
+        model(root / name, vocab=256, seed=seed, settings={"vocab_size": 256, "hidden_size": 4})
+        tokenizer.save(str(root / name / "tokenizer.json"))
     for name in ("a", "b", "all"):
-        (made / f"{name}.txt").write_text(name + TEXT)
-    return made
+        (root / f"{name}.txt").write_text(name + TEXT)
+    return root
 
 
 @pytest.fixture(autouse=True)
@@ -54,9 +54,11 @@ def short(name: str, rows: int = 4) -> dict[str, Any]:
 
 
 def recipe(method: str = "regmean", a: Any = None, b: Any = None, text: Any = None, **parameters: Any) -> dict[str, Any]:
-    entries = [{"model": f"./{name}", **({} if own is None else {"text": own})} for name, own in (("a", a), ("b", b))]
-    found: dict[str, Any] = {"merge_method": method, "base_model": "./base", "models": entries, "parameters": parameters}
-    return found if text is None else found | {"text": text}
+    entries = [
+        {"model": f"./{name}", **({} if own_text is None else {"text": own_text})} for name, own_text in (("a", a), ("b", b))
+    ]
+    document: dict[str, Any] = {"merge_method": method, "base_model": "./base", "models": entries, "parameters": parameters}
+    return document if text is None else document | {"text": text}
 
 
 def plan_of(source: Mapping[str, Any]) -> Plan:
@@ -75,8 +77,11 @@ def test_a_models_own_text_wins_over_that_of_the_recipe() -> None:
     texts = [product.settings["text"] for product in plan.products if product.op == "text_rows"]
     assert [(Path(text["source"]).name, text["rows"]) for text in texts] == [("a.txt", 4), ("all.txt", 5)]
     step = next(step for step in plan.steps if step.out.name == DOWN)
-    assert [(each.kind, each.input) for each in step.statistics] == [("second_moments", 1), ("second_moments", 2)]
-    assert all(plan.maker[each.read.tensor] in plan.needs(step) for each in step.statistics)
+    assert [(statistic.kind, statistic.input) for statistic in step.statistics] == [
+        ("second_moments", 1),
+        ("second_moments", 2),
+    ]
+    assert all(plan.maker[statistic.read.tensor] in plan.needs(step) for statistic in step.statistics)
     assert not any(step.statistics for step in plan.steps if step.role != "linear")
 
 
@@ -111,16 +116,18 @@ def test_a_text_of_a_model_that_is_not_measured_is_a_warning() -> None:
 
 def test_every_problem_of_the_texts_is_reported_at_once_where_it_is() -> None:
     source = recipe(a={"file": "a.md"}, b=short("b", rows=400), alpha=2)
-    found = refused(source)
-    assert len(found) == 3, found
-    assert any(each.startswith("models[0].text: the text 'a.md' is not a .txt, .jsonl or .parquet file") for each in found)
-    assert any(each.startswith("models[1].text: the text has") for each in found)
+    messages = refused(source)
+    assert len(messages) == 3, messages
+    assert any(
+        message.startswith("models[0].text: the text 'a.md' is not a .txt, .jsonl or .parquet file") for message in messages
+    )
+    assert any(message.startswith("models[1].text: the text has") for message in messages)
 
 
 def test_a_text_in_place_of_its_file_says_to_save_it() -> None:
-    (found,) = refused(recipe(a="Hello, this is a text.", b=short("b")))
-    assert found.startswith("models[0].text: it is a text itself, and the name of a file is needed: 'Hello, this is a text.'")
-    assert "Save the text in a .txt file" in found
+    (message,) = refused(recipe(a="Hello, this is a text.", b=short("b")))
+    assert message.startswith("models[0].text: it is a text itself, and the name of a file is needed: 'Hello, this is a text.'")
+    assert "Save the text in a .txt file" in message
 
 
 def test_a_text_that_is_not_there_is_one_error() -> None:
@@ -130,17 +137,17 @@ def test_a_text_that_is_not_there_is_one_error() -> None:
 
 def test_a_model_with_two_texts_is_an_error() -> None:
     modules = "{text: {models: [{model: a, text: a.txt}]}, vision: {models: [{model: a, text: b.txt}]}}"
-    found, _ = parse(f"merge_method: regmean\nbase_model: b\nmodules: {modules}\n", "r.yml")
-    assert found is not None
+    parsed, _ = parse(f"merge_method: regmean\nbase_model: b\nmodules: {modules}\n", "r.yml")
+    assert parsed is not None
     problems: list[WeightsmithError] = []
-    own_texts(found, number_models(found)[0], problems)
+    own_texts(parsed, number_models(parsed)[0], problems)
     assert [str(problem) for problem in problems] == [
         "r.yml:3:89: a has two texts, a.txt and b.txt\n  -> Write the same text in each entry."
     ]
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("options", "words"),
     [
         ({"prior_parameters": {"directions": 2}}, "prior_parameters are of no method"),
         (
@@ -157,8 +164,8 @@ def test_a_model_with_two_texts_is_an_error() -> None:
         ({"prior": "ties"}, "prior must be one of none, linear, task_arithmetic, tsv_m"),
     ],
 )
-def test_the_parameters_of_a_prior_are_checked(given: dict[str, Any], words: str) -> None:
-    assert any(words in each for each in refused(recipe(text=short("all"), **given)))
+def test_the_parameters_of_a_prior_are_checked(options: dict[str, Any], words: str) -> None:
+    assert any(words in message for message in refused(recipe(text=short("all"), **options)))
 
 
 def test_slices_and_modules_are_measured_too() -> None:
@@ -168,7 +175,7 @@ def test_slices_and_modules_are_measured_too() -> None:
     sliced["slices"] = layers
     plan = plan_of(sliced)
     first = next(step for step in plan.steps if step.out.name == "model.layers.0.mlp.down_proj.weight")
-    assert all("layers.1.mlp.down_proj" in each.read.tensor for each in first.statistics)
+    assert all("layers.1.mlp.down_proj" in statistic.read.tensor for statistic in first.statistics)
     modules = recipe(text=short("all"))
     modules["modules"] = {"default": {"models": modules.pop("models")}}
     assert sum(len(step.statistics) for step in plan_of(modules).steps) == 2 * 2 * 3
@@ -178,8 +185,8 @@ def test_through_the_merge_each_layer_needs_the_merged_ones_below() -> None:
     plan = plan_of(recipe(a=short("a"), b=short("b", rows=5), through="merge"))
     products = {product.name: product for product in plan.products}
     step = next(step for step in plan.steps if step.out.name == DOWN)
-    for each in step.statistics:
-        (states,) = products[plan.maker[each.read.tensor]].needs
+    for statistic in step.statistics:
+        (states,) = products[plan.maker[statistic.read.tensor]].needs
         below = [need for need in products[states].needs if products[need].op == "statistic"]
         assert len(below) == 2  # of both models: what leaves the layer below is merged
         assert {inner.op for inner in products[states].steps if inner.role == "linear"} == {"regmean"}
@@ -194,13 +201,13 @@ def test_no_text_runs_through_a_merge_with_other_layers_or_tokens() -> None:
     assert "texts cannot run through the layers of a merge with 'slices'" in one
     assert "rite through: model in the parameters" in one
     united = recipe(text=short("all"), through="merge") | {"tokenizer": {"source": "union"}}
-    assert any("of a merge with 'tokenizer'" in each for each in refused(united))
+    assert any("of a merge with 'tokenizer'" in message for message in refused(united))
 
 
 def test_aim_measures_the_base_alone() -> None:
     plan = plan_of(recipe("ties", text=short("all"), weight=1, density=0.5, aim=0.4))
     step = next(step for step in plan.steps if step.out.name == DOWN)
-    assert [(each.kind, each.input) for each in step.statistics] == [("magnitudes", 0)]
+    assert [(statistic.kind, statistic.input) for statistic in step.statistics] == [("magnitudes", 0)]
 
 
 def test_a_stage_that_measures_is_written_first() -> None:

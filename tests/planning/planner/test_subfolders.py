@@ -38,15 +38,15 @@ def dense_of(folder: str | Path) -> dict[str, np.ndarray]:
     return load_file(Path(folder) / "2_Dense" / "model.safetensors")
 
 
-def linear(*models: str, **more: Any) -> dict[str, Any]:
-    return {"merge_method": "linear", "models": [{"model": m, "parameters": {"weight": 0.5}} for m in models], **more}
+def linear(*models: str, **options: Any) -> dict[str, Any]:
+    return {"merge_method": "linear", "models": [{"model": m, "parameters": {"weight": 0.5}} for m in models], **options}
 
 
 def test_the_weights_of_modules_are_merged_and_written_where_they_belong(tmp_path: Path) -> None:
     a, b = embedder(tmp_path / "a"), embedder(tmp_path / "b", seed=1)
     done = weightsmith.merge(linear(a, b), tmp_path / "out", fsync=False)
-    wanted = (dense_of(a)["linear.weight"].astype(np.float64) + dense_of(b)["linear.weight"]) / 2
-    assert np.abs(dense_of(done.out)["linear.weight"] - wanted).max() < 1e-7
+    expected = (dense_of(a)["linear.weight"].astype(np.float64) + dense_of(b)["linear.weight"]) / 2
+    assert np.abs(dense_of(done.out)["linear.weight"] - expected).max() < 1e-7
     assert not any("Dense" in name for name in load_file(done.out / "model.safetensors"))
     for name in ("1_Pooling/config.json", "2_Dense/config.json", "modules.json"):
         assert (done.out / name).read_bytes() == (Path(a) / name).read_bytes()
@@ -80,11 +80,11 @@ def test_modules_that_compute_something_else_are_named(settings: dict[str, Any],
         for module, config in {**both, **changes}.items():
             (tmp_path / name / module / "config.json").write_text(json.dumps(config))
     plan = weightsmith.plan(linear(str(tmp_path / "a"), str(tmp_path / "b")))
-    found = [warning for warning in plan.warnings if "modules of sentence-transformers" in warning.what]
-    assert len(found) == bool(text)
+    about_modules = [warning for warning in plan.warnings if "modules of sentence-transformers" in warning.what]
+    assert len(about_modules) == bool(text)
     if text:
-        assert found[0].what.endswith(f"the output has {tmp_path / 'a'}'s")
-        assert f"{tmp_path / 'b'}: Transformer, {text}" in found[0].details
+        assert about_modules[0].what.endswith(f"the output has {tmp_path / 'a'}'s")
+        assert f"{tmp_path / 'b'}: Transformer, {text}" in about_modules[0].details
 
 
 def test_interrupted_work_is_resumed_with_the_weights_of_modules(tmp_path: Path) -> None:
@@ -188,8 +188,8 @@ def test_a_stage_keeps_the_modules_of_its_base(tmp_path: Path) -> None:
     recipe = linear(b)
     recipe["models"].append({"model": inner, "parameters": {"weight": 0.5}})
     done = weightsmith.merge(recipe, tmp_path / "out", fsync=False)
-    wanted = (dense_of(a)["linear.weight"] + dense_of(b)["linear.weight"]) / 2
-    assert np.abs(dense_of(done.out)["linear.weight"] - wanted).max() < 1e-6
+    expected = (dense_of(a)["linear.weight"] + dense_of(b)["linear.weight"]) / 2
+    assert np.abs(dense_of(done.out)["linear.weight"] - expected).max() < 1e-6
 
 
 # ---- chat templates

@@ -18,15 +18,15 @@ UNTIED = {"tie_word_embeddings": False}
 TIED = {"tie_word_embeddings": True}
 
 
-def pair(*models: str, method: str = "linear", **more: Any) -> dict[str, Any]:
-    return {"merge_method": method, "models": [{"model": m} for m in models], "parameters": {"weight": 1}, **more}
+def pair(*models: str, method: str = "linear", **keys: Any) -> dict[str, Any]:
+    return {"merge_method": method, "models": [{"model": m} for m in models], "parameters": {"weight": 1}, **keys}
 
 
-def tied(folder: Path, *, stores: bool = False, copied: bool = False, flag: bool | None = True, **more: Any) -> str:
+def tied(folder: Path, *, stores: bool = False, copied: bool = False, flag: bool | None = True, **keys: Any) -> str:
     settings = {**config(), **TIED}
     if flag is None:
         del settings["tie_word_embeddings"]
-    tensors = decoder(head=stores or copied, **more)
+    tensors = decoder(head=stores or copied, **keys)
     write_checkpoint(folder, {**tensors, **({HEAD: tensors[EMBED]} if copied else {})}, settings)
     return str(folder)
 

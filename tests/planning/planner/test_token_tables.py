@@ -28,17 +28,22 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     """Writes a model with a tokenizer and further tensors; the ids of its tokens."""
     monkeypatch.chdir(tmp_path)
 
-    def made(
-        name: str, special: tuple[str, ...], more: Callable[[int], Mapping[str, np.ndarray]], *, seed: int = 0, **config: Any
+    def make_model(
+        name: str,
+        special: tuple[str, ...],
+        extra_tensors: Callable[[int], Mapping[str, np.ndarray]],
+        *,
+        seed: int = 0,
+        **config: Any,
     ) -> dict[str, int]:
         tokenizer: Tokenizer = trained(special=special)
         count = tokenizer.get_vocab_size()
-        tensors = decoder(seed=seed, vocab=count, dtype=np.float32) | more(count)
+        tensors = decoder(seed=seed, vocab=count, dtype=np.float32) | extra_tensors(count)
         write_checkpoint(tmp_path / name, tensors, plan_help.config(vocab_size=count, **config))
         write(tmp_path / name, files(tokenizer))
         return dict(tokenizer.get_vocab())
 
-    return made
+    return make_model
 
 
 def numbers(seed: int, name: str = EXPERTS) -> Callable[[int], dict[str, np.ndarray]]:
@@ -51,8 +56,8 @@ def table(folder: str, name: str = EXPERTS) -> np.ndarray:
         return checkpoint.read(name)
 
 
-def linear(*models: str, **more: Any) -> dict[str, Any]:
-    return {"merge_method": "linear", "models": [{"model": m, "parameters": {"weight": 0.5}} for m in models], **more}
+def linear(*models: str, **options: Any) -> dict[str, Any]:
+    return {"merge_method": "linear", "models": [{"model": m, "parameters": {"weight": 0.5}} for m in models], **options}
 
 
 def merged(recipe: dict[str, Any], out: str = "out") -> weightsmith.Merged:
@@ -64,16 +69,16 @@ def test_experts_of_a_token_follow_it_and_come_from_the_first_model(make: Make, 
     a, b = make("a", ("<s>", "<y>"), numbers(1)), make("b", ("<x>", "<s>"), numbers(2), seed=1)
     result = merged(linear("a", "b", tokenizer_source=source))
     out = b if source == "b" else a | ({"<x>": len(a)} if source == "union" else {})
-    found, first, second = table("out"), table("a"), table("b")
-    assert len(found) == len(out)
+    out_rows, first, second = table("out"), table("a"), table("b")
+    assert len(out_rows) == len(out)
     for token, number in out.items():
-        wanted = first[a[token]] if token in a else second[b[token]]
-        assert found[number].tolist() == wanted.tolist(), token
+        expected = first[a[token]] if token in a else second[b[token]]
+        assert out_rows[number].tolist() == expected.tolist(), token
     assert any("the models differ in this int64 tensor; taken from a" in str(w) for w in result.warnings)
     assert result.plan.config is not None
     assert result.plan.config["vocab_size"] == len(out)
     weightsmith.run(plan_from_json(json.loads(json.dumps(result.plan.to_json()))), "again", progress=False, fsync=False)
-    assert np.array_equal(table("again"), found)
+    assert np.array_equal(table("again"), out_rows)
 
 
 def test_a_token_that_three_models_lack_or_have_gets_the_experts_of_one_of_them(make: Make) -> None:
@@ -81,10 +86,10 @@ def test_a_token_that_three_models_lack_or_have_gets_the_experts_of_one_of_them(
     c = make("c", ("<s>", "<x>"), numbers(3), seed=2)
     tokens = {"<new>": {"source": {"kind": "zero"}}}
     merged(linear("a", "b", "c", tokenizer={"source": "union", "tokens": tokens}))
-    found = table("out")
-    assert found[len(a)].tolist() == table("b")[b["<x>"]].tolist()  # no mean of b and c: experts are no quantities
-    assert found[len(a) + 1].tolist() == table("a")[max(n for t, n in a.items() if t != "<s>")].tolist()
-    assert len(found) == len(a) + 2
+    out_rows = table("out")
+    assert out_rows[len(a)].tolist() == table("b")[b["<x>"]].tolist()  # no mean of b and c: experts are no quantities
+    assert out_rows[len(a) + 1].tolist() == table("a")[max(n for t, n in a.items() if t != "<s>")].tolist()
+    assert len(out_rows) == len(a) + 2
     assert c["<x>"] != b["<x>"]
 
 
@@ -106,10 +111,10 @@ def test_a_mean_of_values_of_tokens_in_a_layer(make: Make) -> None:
     values = [lambda n, k=k: {name: np.random.default_rng(k).standard_normal((n, 3)).astype(np.float32)} for k in (1, 2)]
     a, b = make("a", ("<s>", "<y>"), values[0]), make("b", ("<x>", "<s>"), values[1], seed=1)
     merged(linear("a", "b", tokenizer_source="union"))
-    found, first, second = table("out", name), table("a", name), table("b", name)
+    out_rows, first, second = table("out", name), table("a", name), table("b", name)
     for token, number in {**a, "<x>": len(a)}.items():
         rows = [m[v[token]] for m, v in ((first, a), (second, b)) if token in v]
-        np.testing.assert_allclose(found[number], np.mean(rows, 0), atol=1e-6)
+        np.testing.assert_allclose(out_rows[number], np.mean(rows, 0), atol=1e-6)
 
 
 HASHED = {
@@ -124,12 +129,12 @@ HASHED = {
 
 @pytest.mark.parametrize("name", HASHED)
 def test_hashes_of_ids_are_refused_by_name(make: Make, name: str) -> None:
-    def more(n: int) -> dict[str, np.ndarray]:
+    def extra_tensors(n: int) -> dict[str, np.ndarray]:
         return {name: np.ones(HASHED[name], np.float32)}
 
-    make("a", ("<s>",), more)
-    make("b", ("<x>", "<s>"), more, seed=1)
-    make("c", ("<s>",), more, seed=2)
+    make("a", ("<s>",), extra_tensors)
+    make("b", ("<x>", "<s>"), extra_tensors, seed=1)
+    make("c", ("<s>",), extra_tensors, seed=2)
     for source in ("base", "union", "b"):
         (error,) = problems(linear("a", "b", tokenizer_source=source))
         assert isinstance(error, Unsupported)
@@ -141,10 +146,10 @@ def test_hashes_of_ids_are_refused_by_name(make: Make, name: str) -> None:
 
 
 def test_alike_tensors_of_all_models_are_one_error(make: Make) -> None:
-    def more(n: int) -> dict[str, np.ndarray]:
+    def extra_tensors(n: int) -> dict[str, np.ndarray]:
         return {f"layers.0.ple_embedding.ngram_embedding.shard_{i}.weight": np.ones((5, 4), np.float32) for i in range(9)}
 
-    a, b = make("a", ("<s>",), more), make("b", ("<x>", "<s>"), more, seed=1)
+    a, b = make("a", ("<s>",), extra_tensors), make("b", ("<x>", "<s>"), extra_tensors, seed=1)
     (error,) = problems(linear("a", "b", tokenizer_source="union"))
     assert "so for 8 more like it" in error.finding.what
     assert error.finding.details == (
@@ -200,13 +205,13 @@ def test_a_transplant_moves_experts_and_gives_missing_tokens_those_of_their_firs
     longer = trained(special=("<s>",), size=420)
     write(Path("longer"), files(longer))
     weightsmith.transplant_tokenizer("a", "longer", "out", approximation=approximation)
-    found, own, out = table("out"), table("a"), dict(longer.get_vocab())
-    assert all(found[out[token]].tolist() == own[number].tolist() for token, number in a.items())
+    out_rows, original, out = table("out"), table("a"), dict(longer.get_vocab())
+    assert all(out_rows[out[token]].tolist() == original[number].tolist() for token, number in a.items())
     missing = [token for token in out if token not in a]
     assert missing
     for token in missing:
         starts = [t for t in a if token.startswith(t) and t != token and t != "<s>"]
-        assert found[out[token]].tolist() in [own[a[start]].tolist() for start in starts], token
+        assert out_rows[out[token]].tolist() in [original[a[start]].tolist() for start in starts], token
     weightsmith.transplant_tokenizer("b", "a", "back", approximation=approximation)
     assert all(table("back")[a[t]].tolist() == table("b")[b[t]].tolist() for t in a)
 
@@ -228,21 +233,21 @@ PER_LAYER = "model.embed_tokens_per_layer.weight"
 @pytest.mark.parametrize("source", ["base", "union", "b"])
 def test_per_layer_embeddings_have_as_many_rows_as_the_embedding(make: Make, source: str) -> None:
     """Gemma 4's: a token without a row there would stop the model. Gemma 3n's have fewer, see test_vocabulary.py."""
-    made = []
+    vocabularies = []
     for k, special in enumerate((("<s>",), ("<x>", "<y>", "<s>"))):
         n = 320 + len(special)
         values = np.random.default_rng(k).standard_normal((n, 6)).astype(np.float32)
         config = {"vocab_size_per_layer_input": n, "model_type": "gemma4_text"}
-        made.append(make("ab"[k], special, lambda n, values=values: {PER_LAYER: values}, seed=k, **config))
-    a, b = made
+        vocabularies.append(make("ab"[k], special, lambda n, values=values: {PER_LAYER: values}, seed=k, **config))
+    a, b = vocabularies
     result = merged(linear("a", "b", tokenizer_source=source))
     out = {"base": a, "b": b, "union": a | {"<x>": len(a), "<y>": len(a) + 1}}[source]
     assert result.plan.config is not None
     assert {result.plan.config[key] for key in ("vocab_size", "vocab_size_per_layer_input")} == {len(out)}
-    found, first, second = (table(folder, PER_LAYER) for folder in ("out", "a", "b"))
+    out_rows, first, second = (table(folder, PER_LAYER) for folder in ("out", "a", "b"))
     for token, number in out.items():
         rows = [m[v[token]] for m, v in ((first, a), (second, b)) if token in v]
-        np.testing.assert_allclose(found[number], np.mean(rows, 0), atol=1e-6)
+        np.testing.assert_allclose(out_rows[number], np.mean(rows, 0), atol=1e-6)
 
 
 def test_a_transplant_of_per_layer_embeddings_with_fewer_rows(make: Make) -> None:

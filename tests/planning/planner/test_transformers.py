@@ -70,8 +70,12 @@ def cut(model: Path, start: int, end: int) -> dict[str, Any]:
     return {"model": str(model), "layer_range": [start, end]}
 
 
-def passthrough(*slices: list[dict[str, Any]] | dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {"merge_method": "passthrough", "slices": [{"sources": s if isinstance(s, list) else [s]} for s in slices], **more}
+def passthrough(*slices: list[dict[str, Any]] | dict[str, Any], **options: Any) -> dict[str, Any]:
+    return {
+        "merge_method": "passthrough",
+        "slices": [{"sources": s if isinstance(s, list) else [s]} for s in slices],
+        **options,
+    }
 
 
 STACKS = "llama qwen2 qwen3 gemma2 gemma3-text mixtral qwen3-moe gpt-oss gpt2 gpt-neox mamba bert".split()
@@ -85,9 +89,9 @@ def test_a_stack_of_two_models_loads_with_the_right_layers(name: str, tmp_path: 
     model, info = zoo.load(name, tmp_path / "out")
     assert info == {}
     first, second = zoo.load(name, a)[0], zoo.load(name, b)[0]
-    wanted = [layers(first)[0], layers(first)[1], layers(second)[1], layers(first)[0], layers(second)[1]]
+    expected = [layers(first)[0], layers(first)[1], layers(second)[1], layers(first)[0], layers(second)[1]]
     assert len(layers(model)) == 5
-    for layer, source in zip(layers(model), wanted, strict=True):
+    for layer, source in zip(layers(model), expected, strict=True):
         assert layer.state_dict().keys() == source.state_dict().keys()
         assert all(torch.equal(t, source.state_dict()[n]) for n, t in layer.state_dict().items())
 
@@ -112,8 +116,8 @@ def test_a_stack_has_the_embedding_of_the_first_model_and_the_head_of_the_last(t
         for layer in [*first.model.layers, *second.model.layers]:
             hidden = layer(hidden, attention_mask=mask, position_embeddings=position)
             hidden = hidden[0] if isinstance(hidden, tuple) else hidden
-        wanted = second.lm_head(second.model.norm(hidden))
-        assert torch.allclose(out(tokens).logits.float(), wanted.float(), atol=1e-2)
+        expected = second.lm_head(second.model.norm(hidden))
+        assert torch.allclose(out(tokens).logits.float(), expected.float(), atol=1e-2)
 
 
 @pytest.mark.reader
@@ -178,9 +182,9 @@ def test_a_plain_language_model_merges_into_a_vision_language_model(
     for key, value in out.items():
         ends = [n for n in text if f".{key}".endswith(f".{n.removeprefix('model.')}") and "vision" not in key]
         other = text[ends[0]] if ends else None
-        wanted = vlm[key] if other is None else (vlm[key].astype(np.float64) + other.astype(np.float64)) / 2
+        expected = vlm[key] if other is None else (vlm[key].astype(np.float64) + other.astype(np.float64)) / 2
         halves += other is not None
-        assert np.array_equal(value, wanted.astype(value.dtype)), key
+        assert np.array_equal(value, expected.astype(value.dtype)), key
     assert halves == len(text)
 
 
@@ -330,10 +334,10 @@ def test_gemma_merges_with_files_that_hold_keys_and_values_of_sharing_layers(nam
     merged({"merge_method": "linear", "models": models, "dtype": "float32"}, tmp_path / "out")
     model, info = zoo.load_as(model_class, tmp_path / "out")
     assert info == {}
-    wanted, _ = zoo.load_as(model_class, bare[1])
+    expected, _ = zoo.load_as(model_class, bare[1])
     first, _ = zoo.load_as(model_class, bare[0])
-    mean = {key: (value.float() + first.state_dict()[key].float()) / 2 for key, value in wanted.state_dict().items()}
+    mean = {key: (value.float() + first.state_dict()[key].float()) / 2 for key, value in expected.state_dict().items()}
     ids = torch.arange(1, 13)[None]
-    wanted.float().load_state_dict(mean)
+    expected.float().load_state_dict(mean)
     with torch.no_grad():
-        torch.testing.assert_close(model(ids).logits, wanted(ids).logits, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(model(ids).logits, expected(ids).logits, atol=1e-4, rtol=1e-4)

@@ -21,8 +21,8 @@ OWN = [f"model.layers.{i}.{name}" for i in (2, 3) for name in KEYS]
 
 def gemma(folder: Path, *, full: bool, seed: int = 0, settings: dict[str, Any] = SHARING) -> str:
     """A model of four layers, of which the last two share; `full`: Google's file, which has their own keys and values too."""
-    more = {f"model.layers.{i}.{name}": shape for i in range(4) for name, shape in (KEYS | GATE).items()}
-    tensors = decoder(4, seed=seed, more=more, without=() if full else OWN)
+    extra = {f"model.layers.{i}.{name}": shape for i in range(4) for name, shape in (KEYS | GATE).items()}
+    tensors = decoder(4, seed=seed, extra=extra, without=() if full else OWN)
     return str(write_checkpoint(folder, tensors, config(4, **settings)))
 
 
@@ -68,9 +68,9 @@ def test_bytes_are_the_mean_and_the_donors(tmp_path: Path) -> None:
         weightsmith.open_checkpoint(tmp_path / "out") as out,
     ):
         for name in out.specs:
-            own = a.read(name).astype(np.float32)
-            wanted = own if name in OWN else (own + b.read(name).astype(np.float32)) / 2
-            np.testing.assert_allclose(out.read(name), wanted, atol=1e-6)
+            first = a.read(name).astype(np.float32)
+            expected = first if name in OWN else (first + b.read(name).astype(np.float32)) / 2
+            np.testing.assert_allclose(out.read(name), expected, atol=1e-6)
 
 
 def test_keys_that_a_model_uses_are_not_left_out(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_keys_that_a_model_uses_are_not_left_out(tmp_path: Path) -> None:
         full = gemma(tmp_path / f"full{k}", full=True, settings=settings)
         for order in ((full, bare), (bare, full)):
             assert {type(e) for e in problems(linear(*order))} == {MismatchError}
-    queries = decoder(4, seed=1, more={f"model.layers.{i}.{n}": s for i in range(4) for n, s in KEYS.items()})
+    queries = decoder(4, seed=1, extra={f"model.layers.{i}.{n}": s for i in range(4) for n, s in KEYS.items()})
     del queries["model.layers.3.self_attn.q_proj.weight"]
     other = str(write_checkpoint(tmp_path / "other", queries, config(4, **SHARING)))
     assert any("q_proj" in e.finding.where for e in problems(linear(other, gemma(tmp_path / "full", full=True))))
@@ -101,8 +101,8 @@ def test_files_without_a_config_share_as_one_of_them_visibly_does(tmp_path: Path
     full, bare = gemma(tmp_path / "full", full=True), gemma(tmp_path / "bare", full=False, seed=1)
     p = plan(linear(f"{full}/model.safetensors", f"{bare}/model.safetensors"))
     assert all(sources(p)[name] == [(0, name)] for name in OWN)
-    damaged = decoder(4, seed=1, more={f"model.layers.{i}.{n}": s for i in range(4) for n, s in KEYS.items()}, without=OWN)
-    whole = decoder(4, more={f"model.layers.{i}.{n}": s for i in range(4) for n, s in KEYS.items()})
+    damaged = decoder(4, seed=1, extra={f"model.layers.{i}.{n}": s for i in range(4) for n, s in KEYS.items()}, without=OWN)
+    whole = decoder(4, extra={f"model.layers.{i}.{n}": s for i in range(4) for n, s in KEYS.items()})
     for name, tensors in (("whole", whole), ("damaged", damaged)):  # no Gemma: nothing says that it shares
         write_checkpoint(tmp_path / name, tensors)
     assert set(LAYER) <= {name.split(".", 3)[3] for name in damaged if "layers.3" in name}

@@ -28,7 +28,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Token
     """Writes a model with a tokenizer into a folder below the working directory."""
     monkeypatch.chdir(tmp_path)
 
-    def made(
+    def make_model(
         name: str,
         tokenizer: Tokenizer | None = None,
         *,
@@ -36,19 +36,19 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Token
         seed: int = 0,
         head: bool = True,
         dtype: Any = np.float32,
-        more: Mapping[str, bytes] | None = None,
+        extra_files: Mapping[str, bytes] | None = None,
         settings: Mapping[str, Any] | None = None,
         **config: Any,
     ) -> Tokenizer:
-        found = trained() if tokenizer is None else tokenizer
-        count = rows or found.get_vocab_size()
+        chosen = trained() if tokenizer is None else tokenizer
+        count = rows or chosen.get_vocab_size()
         tensors = decoder(seed=seed, vocab=count, head=head, dtype=dtype)
         about = plan_help.config(vocab_size=count, tie_word_embeddings=not head, **config)
         write_checkpoint(tmp_path / name, tensors, about)
-        write(tmp_path / name, {**files(found, **(settings or {})), **(more or {})})
-        return found
+        write(tmp_path / name, {**files(chosen, **(settings or {})), **(extra_files or {})})
+        return chosen
 
-    return made
+    return make_model
 
 
 def recipe(*models: str, base: str = "", **keys: Any) -> dict[str, Any]:
@@ -56,8 +56,8 @@ def recipe(*models: str, base: str = "", **keys: Any) -> dict[str, Any]:
     return {"merge_method": "linear", "models": listed, **({"base_model": base} if base else {}), **keys}
 
 
-def merged(made: Any, out: str = "out", **options: Any) -> tuple[dict[str, np.ndarray], weightsmith.Merged]:
-    result = weightsmith.merge(made, out, progress=False, fsync=False, **options)
+def merged(document: Any, out: str = "out", **options: Any) -> tuple[dict[str, np.ndarray], weightsmith.Merged]:
+    result = weightsmith.merge(document, out, progress=False, fsync=False, **options)
     return tensors(out), result
 
 
@@ -70,24 +70,24 @@ def expected(
     out: Mapping[str, int], rows: int, vocabularies: Sequence[Mapping[str, int]], matrices: Sequence[np.ndarray], base: int = 0
 ) -> np.ndarray:
     """A linear merge with weights 1, 2, …: token by token, as the documentation describes it."""
-    made = np.zeros((rows, matrices[0].shape[1]))
+    table = np.zeros((rows, matrices[0].shape[1]))
     weights = np.arange(1, len(matrices) + 1)
     named = {number: token for token, number in out.items()}
     padded = len(matrices[base]) > len(vocabularies[base])
     special = {number for token, number in vocabularies[base].items() if token.startswith("<") and not padded}
     for i in range(rows):
-        found: list[np.ndarray | None] = []
+        matching: list[np.ndarray | None] = []
         for vocab, matrix in zip(vocabularies, matrices, strict=True):
             number = vocab.get(named[i]) if i in named else i if i not in vocab.values() else None
-            found.append(matrix[number] if number is not None and number < len(matrix) else None)
-        having = [row for row in found if row is not None]
+            matching.append(matrix[number] if number is not None and number < len(matrix) else None)
+        having = [row for row in matching if row is not None]
         last = max(number for number in range(len(matrices[base])) if number not in special)
         default = matrices[base][last]
         if having:
-            base_row = having[0] if len(having) == 1 else found[base]
+            base_row = having[0] if len(having) == 1 else matching[base]
             default = np.mean(having, 0) if base_row is None else base_row
-        made[i] = sum(w * (default if row is None else row) for w, row in zip(weights, found, strict=True)) / weights.sum()
-    return made
+        table[i] = sum(w * (default if row is None else row) for w, row in zip(weights, matching, strict=True)) / weights.sum()
+    return table
 
 
 def vocab_of(folder: str) -> dict[str, int]:
@@ -105,9 +105,9 @@ def test_rows_follow_tokens(make: Callable[..., Tokenizer], source: str, head: b
     out = vocab_of("out")
     models = [tensors(name) for name in "abc"]
     for name, matrix in got.items():
-        wanted = expected(out, rows, [t.get_vocab() for t in (a, b, c)], [m[name] for m in models])
+        oracle = expected(out, rows, [t.get_vocab() for t in (a, b, c)], [m[name] for m in models])
         assert matrix.shape == (rows, 4)
-        np.testing.assert_allclose(matrix, wanted, atol=1e-6)
+        np.testing.assert_allclose(matrix, oracle, atol=1e-6)
     assert set(got) == ({EMBED, HEAD} if head else {EMBED})
     config = json.loads(Path("out/config.json").read_text())
     assert config["vocab_size"] == rows
@@ -182,12 +182,14 @@ def test_the_bytes_depend_on_neither_tiles_nor_threads_nor_the_road(make: Callab
     make("b", trained(special=["<x>", "</s>"], text=OTHER_TEXT), seed=1, dtype=np.float32)
     make("c", trained(special=["<y>", "</s>"], text=OTHER_TEXT), seed=2, dtype=plan_help.BF16)
     names = "ab" if method == "slerp" else "abc"
-    made = recipe(*names, base="a", tokenizer_source="union", dtype="bfloat16") | {"merge_method": method.partition(" ")[0]}
-    made["models"] = [{"model": name} for name in names]
-    own: dict[str, Any] = {"linear": {"weight": 1}, "slerp": {"t": 0.4}, "model_stock": {}}
-    made["parameters"] = own.get(method, {"weight": 1, "density": 0.6, **({"scope": "model"} if " " in method else {})})
-    first = weightsmith.merge(made, "one", progress=False, fsync=False, threads=1)
-    weightsmith.merge(made, "two", progress=False, fsync=False, threads=4, max_memory_bytes=200_000_000)
+    document = recipe(*names, base="a", tokenizer_source="union", dtype="bfloat16") | {"merge_method": method.partition(" ")[0]}
+    document["models"] = [{"model": name} for name in names]
+    parameters: dict[str, Any] = {"linear": {"weight": 1}, "slerp": {"t": 0.4}, "model_stock": {}}
+    document["parameters"] = parameters.get(
+        method, {"weight": 1, "density": 0.6, **({"scope": "model"} if " " in method else {})}
+    )
+    first = weightsmith.merge(document, "one", progress=False, fsync=False, threads=1)
+    weightsmith.merge(document, "two", progress=False, fsync=False, threads=4, max_memory_bytes=200_000_000)
     again = plan_from_json(json.loads(json.dumps(first.plan.to_json())))
     assert again == first.plan
     assert gathers(again)[0].fallback
@@ -222,8 +224,8 @@ def test_an_explicit_source_replaces_the_choice(make: Callable[..., Tokenizer]) 
     np.testing.assert_allclose(matrix[[out["<zero>"], out["</s>"]]], 0)
     assert result.plan.vocabulary is not None
     assert result.plan.vocabulary["new"] == ["<x>", "<y>", "<new>", "<zero>"]
-    made = Tokenizer.from_file("out/tokenizer.json")
-    assert made.encode("a<new>b").ids[1] == out["<new>"]
+    tokenizer = Tokenizer.from_file("out/tokenizer.json")
+    assert tokenizer.encode("a<new>b").ids[1] == out["<new>"]
 
 
 def test_rows_are_padded_and_never_fewer_than_before(make: Callable[..., Tokenizer]) -> None:
@@ -266,16 +268,16 @@ def test_models_that_differ_in_padding_alone_merge_with_a_note(make: Callable[..
 def test_different_vocabularies_without_a_key_are_refused_with_the_ways_out(make: Callable[..., Tokenizer]) -> None:
     make("a")
     make("b", trained(special=["<s>", "</s>", "<x>"]), seed=1)
-    found = [str(problem) for problem in problems(recipe("a", "b"))]
-    assert len(found) == 2
-    for text in found:
+    messages = [str(problem) for problem in problems(recipe("a", "b"))]
+    assert len(messages) == 2
+    for text in messages:
         assert "'linear' needs equal shapes" in text
         assert "write tokenizer_source: base (the base's tokenizer), union (with the added tokens of all) or the" in text
 
 
 def test_the_lists_of_added_tokens_follow(make: Callable[..., Tokenizer]) -> None:
     decoder_of = {"320": {"content": "<s>", "special": True}, "321": {"content": "</s>", "special": True}}
-    make("a", more={"tokenizer.model": b"not read"}, settings={"added_tokens_decoder": decoder_of})
+    make("a", extra_files={"tokenizer.model": b"not read"}, settings={"added_tokens_decoder": decoder_of})
     make("b", trained(special=["<s>", "</s>", "<x>"]), seed=1)
     merged(recipe("a", "b", tokenizer_source="union"))
     assert json.loads(Path("out/added_tokens.json").read_text()) == {"<x>": 322}
@@ -338,7 +340,7 @@ def test_ids_of_special_tokens_follow_the_tokenizer(make: Callable[..., Tokenize
         image_patch_id=321,
         vocabulary_map={"<image>": 320},
         codec_eos_token_id=320,
-        more={"generation_config.json": b'{"temperature": 0.7, "eos_token_id": 321, "bos_token_id": 320}'},
+        extra_files={"generation_config.json": b'{"temperature": 0.7, "eos_token_id": 321, "bos_token_id": 320}'},
     )
     b = make("b", trained(special=["<x>", "</s>", "<s>"]), seed=1, eos_token_id=321)
     assert (a.token_to_id("<s>"), b.token_to_id("<s>")) == (320, 322)
@@ -374,7 +376,7 @@ def test_ids_of_generation_settings_follow_the_tokenizer(make: Callable[..., Tok
         "forced_bos_token_id": 320,
         "exponential_decay_length_penalty": [15, 1.6],
     }
-    make("a", more={"generation_config.json": json.dumps(settings).encode()})
+    make("a", extra_files={"generation_config.json": json.dumps(settings).encode()})
     b = make("b", trained(special=["<x>", "<s>"]), seed=1)  # it lacks </s>, which is 321 in a
     new = b.token_to_id("<s>")
     assert new == 321
@@ -421,9 +423,9 @@ def test_a_link_out_of_that_folder_is_not_followed(make: Callable[..., Tokenizer
 def test_tokens_only_in_a_model_of_another_slice_or_of_weight_0_keep_their_row(make: Callable[..., Tokenizer]) -> None:
     make("a")
     b = make("b", trained(special=["<s>", "</s>", "<x>"]), seed=1)
-    made = recipe("a", "b", base="a", tokenizer_source="union")
-    made["models"][1]["parameters"]["weight"] = 0
-    got, result = merged(made)
+    document = recipe("a", "b", base="a", tokenizer_source="union")
+    document["models"][1]["parameters"]["weight"] = 0
+    got, result = merged(document)
     out = vocab_of("out")
     np.testing.assert_allclose(got[EMBED][out["<x>"]], tensors("b")[EMBED][b.token_to_id("<x>")], atol=1e-6)
     dropped = {(d.model, d.tensor) for d in result.plan.dropped}
@@ -436,18 +438,18 @@ def test_tokens_only_in_a_model_of_another_slice_or_of_weight_0_keep_their_row(m
 
 
 def test_every_tensor_with_a_row_for_each_token_is_aligned(tmp_path: Path) -> None:
-    made = []
+    tokenizers = []
     for k, special in enumerate((["<s>"], ["<x>", "<s>"])):
         tokenizer = trained(special=special)
         n = tokenizer.get_vocab_size()
-        more = {"lm_head.bias": (n,), "final_logits_bias": (1, n), "model.embed_tokens_per_layer.weight": (n - 40, 6)}
+        extra = {"lm_head.bias": (n,), "final_logits_bias": (1, n), "model.embed_tokens_per_layer.weight": (n - 40, 6)}
         config = plan_help.config(vocab_size=9, text_config={"vocab_size": n, "vocab_size_per_layer_input": n - 40})
-        write_checkpoint(tmp_path / "ab"[k], decoder(seed=k, vocab=n, dtype=np.float32, more=more), config)
+        write_checkpoint(tmp_path / "ab"[k], decoder(seed=k, vocab=n, dtype=np.float32, extra=extra), config)
         write(tmp_path / "ab"[k], files(tokenizer))
-        made.append(tokenizer)
+        tokenizers.append(tokenizer)
     result = weightsmith.merge(recipe(str(tmp_path / "a"), str(tmp_path / "b"), tokenizer_source="union"), tmp_path / "out")
     shapes = {step.out.name: step.out.shape for step in result.plan.steps}
-    n = made[0].get_vocab_size()
+    n = tokenizers[0].get_vocab_size()
     assert shapes[EMBED] == shapes[HEAD] == (n + 1, 4)
     assert (shapes["lm_head.bias"], shapes["final_logits_bias"]) == ((n + 1,), (1, n + 1))
     assert shapes["model.embed_tokens_per_layer.weight"] == (n - 40, 6)
@@ -504,7 +506,7 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 def test_the_most_frequent_chat_template_is_taken(make: Callable[..., Tokenizer]) -> None:
     make("a", settings={"chat_template": "{{ first }}"})
-    make("b", seed=1, more={"chat_template.jinja": TEMPLATE.encode()})
+    make("b", seed=1, extra_files={"chat_template.jinja": TEMPLATE.encode()})
     make("c", seed=2, settings={"chat_template": [{"name": "default", "template": TEMPLATE}]})
     merged(recipe("a", "b", "c", base="a", chat_template="auto"))
     assert Path("out/chat_template.jinja").read_text() == TEMPLATE + "\n"
@@ -590,7 +592,7 @@ def test_a_base_without_a_tokenizer_is_refused_and_another_model_is_taken_as_ali
 
 @pytest.mark.parametrize("base", ["a", "b"])
 def test_a_base_with_older_files_gets_a_tokenizer_json(make: Callable[..., Tokenizer], base: str) -> None:
-    own = make("a")
+    base_tokenizer = make("a")
     make("b", trained(special=["<s>", "</s>", "<x>"], text=OTHER_TEXT), seed=1)
     for name in ("a", "b") if base == "b" else ("a",):
         vocab = Tokenizer.from_file(f"{name}/tokenizer.json")
@@ -601,25 +603,25 @@ def test_a_base_with_older_files_gets_a_tokenizer_json(make: Callable[..., Token
         Path(name, "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
     if base == "b":
         asked, new = recipe("a", "b", tokenizer={"source": "b", "tokens": {"<new>": None}}), "<new>"
-        own = trained(special=["<s>", "</s>", "<x>"], text=OTHER_TEXT)
+        base_tokenizer = trained(special=["<s>", "</s>", "<x>"], text=OTHER_TEXT)
     else:
         asked, new = recipe("a", "b", tokenizer_source="union"), "<x>"
     said = f"{base} has no tokenizer.json: that of the output is made from vocab.json"
     assert any(said in str(warning) for warning in weightsmith.plan(asked).warnings)
     merged(asked)
-    made = Tokenizer.from_file("out/tokenizer.json")
+    tokenizer = Tokenizer.from_file("out/tokenizer.json")
     for text in SAMPLES:
-        assert ids(made, text) == ids(own, text)
-    assert ids(made, f"fox{new}") == [*ids(own, "fox"), own.get_vocab_size()]
+        assert ids(tokenizer, text) == ids(base_tokenizer, text)
+    assert ids(tokenizer, f"fox{new}") == [*ids(base_tokenizer, "fox"), base_tokenizer.get_vocab_size()]
     assert not {"vocab.json", "merges.txt"} & {path.name for path in Path("out").iterdir()}
     assert json.loads(Path("out/tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
-    assert json.loads(Path("out/added_tokens.json").read_text())[new] == own.get_vocab_size()
+    assert json.loads(Path("out/added_tokens.json").read_text())[new] == base_tokenizer.get_vocab_size()
 
 
 @pytest.mark.parametrize(("source", "kept"), [("union", False), ("base", True), ("b", False)])
 def test_a_tekken_file_that_lacks_the_new_tokens_is_left_out(make: Callable[..., Tokenizer], source: str, kept: bool) -> None:
     """transformers 5 with mistral_common reads it in place of tokenizer.json."""
-    make("a", more={"tekken.json": b"{}"})
+    make("a", extra_files={"tekken.json": b"{}"})
     make("b", trained(special=["<s>", "</s>", "<x>"]), seed=1)
     _, result = merged(recipe("a", "b", base="a", tokenizer_source=source))
     assert Path("out/tekken.json").exists() == kept
@@ -638,9 +640,13 @@ def test_a_tokenizer_that_cannot_be_made_is_the_only_problem(make: Callable[...,
 def test_a_merge_inside_a_mixture_cannot_change_the_vocabulary(make: Callable[..., Tokenizer]) -> None:
     make("a", rows=350)
     make("b", rows=340, seed=1)
-    made = {"base_model": recipe("a", "b"), "experts": [{"source_model": "a"}, {"source_model": "a"}], "gate_mode": "random"}
+    document = {
+        "base_model": recipe("a", "b"),
+        "experts": [{"source_model": "a"}, {"source_model": "a"}],
+        "gate_mode": "random",
+    }
     with pytest.raises(weightsmith.PlanError, match="problem") as caught:
-        weightsmith.plan(made)
+        weightsmith.plan(document)
     assert "a merge inside a mixture cannot change the vocabulary or the chat template" in str(caught.value)
 
 

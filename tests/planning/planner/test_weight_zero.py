@@ -33,8 +33,8 @@ def has_weights(method: Method) -> bool:
 WEIGHTED = sorted(method.name for method in methods.all_methods() if has_weights(method))
 
 
-def entry(model: str, weight: Any = 1.0, **more: Any) -> dict[str, Any]:
-    return {"model": model, "parameters": {"weight": weight, **more}}
+def entry(model: str, weight: Any = 1.0, **keys: Any) -> dict[str, Any]:
+    return {"model": model, "parameters": {"weight": weight, **keys}}
 
 
 def linear(*models: dict[str, Any]) -> dict[str, Any]:
@@ -46,10 +46,10 @@ def test_a_donor_of_layers_may_have_another_vocabulary(tmp_path: Path) -> None:
     for order in (0, 1):
         entries = [entry(a, [{"filter": "layers.", "value": 0.5}, {"value": 1}]), entry(b, IN_LAYERS)]
         p = plan(linear(*entries[:: -1 if order else 1]))
-        found, shapes = sources(p), {step.out.name: step.out.shape for step in p.steps}
+        origins, shapes = sources(p), {step.out.name: step.out.shape for step in p.steps}
         for name in ("lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"):
-            assert found[name] == [(order, name)]
-        assert len(found["model.layers.0.mlp.up_proj.weight"]) == 2
+            assert origins[name] == [(order, name)]
+        assert len(origins["model.layers.0.mlp.up_proj.weight"]) == 2
         assert shapes["lm_head.weight"] == (8, 4)
         assert p.config is not None
         assert p.config["vocab_size"] == 8
@@ -78,17 +78,17 @@ def test_a_gradient_may_end_before_the_layer_that_does_not_fit(tmp_path: Path) -
     tensors = decoder(seed=1) | {"model.layers.1.mlp.up_proj.weight": np.ones((9, 4), BF16)}
     del tensors["model.layers.1.self_attn.q_proj.weight"]
     b = str(write_checkpoint(tmp_path / "b", tensors, config()))
-    found = sources(plan(linear(entry(a), entry(b, [1, 0]))))
+    origins = sources(plan(linear(entry(a), entry(b, [1, 0]))))
     for name in ("model.layers.1.mlp.up_proj.weight", "model.layers.1.self_attn.q_proj.weight"):
-        assert found[name] == [(0, name)]
-    assert len(found["model.layers.0.mlp.up_proj.weight"]) == 2
+        assert origins[name] == [(0, name)]
+    assert len(origins["model.layers.0.mlp.up_proj.weight"]) == 2
     said = problems(linear(entry(a), entry(b, [1, 0.5])))
     assert {type(e) for e in said} == {ShapeError, MismatchError}
 
 
 def test_missing_tensors_are_told_of_the_models_that_count(tmp_path: Path) -> None:
     bias = {"model.layers.0.self_attn.q_proj.bias": (4,)}
-    a, b = plan_help.model(tmp_path / "a", more=bias), plan_help.model(tmp_path / "b", seed=1)
+    a, b = plan_help.model(tmp_path / "a", extra=bias), plan_help.model(tmp_path / "b", seed=1)
     c = plan_help.model(tmp_path / "c", seed=2)
     (name,) = bias
     without_bias = [{"filter": "bias", "value": 0}, {"value": 1}]
@@ -116,12 +116,12 @@ def test_the_donor_keeps_the_parts_that_its_config_describes(tmp_path: Path) -> 
     projector = {"model.multi_modal_projector.weight": (4, 4)}
     text = {k: v for k, v in config().items() if k not in ("model_type", "architectures")}
     settings = {"text_config": text, "vision_config": {"num_hidden_layers": 2}, "model_type": "llava"}
-    tensors = decoder(seed=1, prefix="model.language_model.", more=tower | projector)
+    tensors = decoder(seed=1, prefix="model.language_model.", extra=tower | projector)
     vlm = str(write_checkpoint(tmp_path / "vlm", tensors, settings))
     a = plan_help.model(tmp_path / "a")
-    found = sources(plan(linear(entry(vlm, 0), entry(a))))
-    assert all(found[name] == [(0, name)] for name in (*tower, *projector))
-    assert found["model.language_model.norm.weight"] == [(1, "model.norm.weight")]
+    origins = sources(plan(linear(entry(vlm, 0), entry(a))))
+    assert all(origins[name] == [(0, name)] for name in (*tower, *projector))
+    assert origins["model.language_model.norm.weight"] == [(1, "model.norm.weight")]
 
 
 def test_the_head_of_a_model_of_weight_0_unties_nothing(tmp_path: Path) -> None:
@@ -138,11 +138,11 @@ def test_the_head_of_a_model_of_weight_0_unties_nothing(tmp_path: Path) -> None:
 
 def test_integers_and_dtypes_are_those_of_the_models_that_count(tmp_path: Path) -> None:
     name = "model.layers.0.table"
-    made = []
+    paths = []
     for k, dtype in enumerate((np.float32, BF16, BF16)):
         tensors = decoder(seed=k, dtype=dtype) | {name: np.full((3, 2), k)}
-        made.append(str(write_checkpoint(tmp_path / "abc"[k], tensors, config())))
-    a, b, c = made
+        paths.append(str(write_checkpoint(tmp_path / "abc"[k], tensors, config())))
+    a, b, c = paths
     p = plan(linear(entry(a, 0), entry(b), entry(c)))
     assert sources(p)[name] == [(1, name), (2, name)]
     assert {step.out.dtype.name for step in p.steps} == {"BF16", "I64"}
@@ -152,14 +152,14 @@ def test_integers_and_dtypes_are_those_of_the_models_that_count(tmp_path: Path) 
 
 @pytest.mark.parametrize("method", WEIGHTED)
 def test_every_method_makes_the_same_bytes_without_the_model(tmp_path: Path, method: str) -> None:
-    found = methods.get(method)
-    names = [plan_help.model(tmp_path / f"m{k}", seed=k) for k in range(max(found.min_models, 2))]
+    description = methods.get(method)
+    names = [plan_help.model(tmp_path / f"m{k}", seed=k) for k in range(max(description.min_models, 2))]
     odd = write_checkpoint(tmp_path / "odd", decoder(3, seed=9, vocab=12, dtype=np.float32), config(3, vocab_size=12))
     recipe: dict[str, Any] = {"merge_method": method, "models": [entry(n) for n in names]}
-    if found.base == "required":
+    if description.base == "required":
         recipe["base_model"] = plan_help.model(tmp_path / "base", seed=7)
-    made = []
+    contents = []
     for out, models in (("with", [*recipe["models"], entry(str(odd), 0)]), ("without", recipe["models"])):
         weightsmith.merge({**recipe, "models": models}, tmp_path / out, fsync=False)
-        made.append((tmp_path / out / "model.safetensors").read_bytes())
-    assert made[0] == made[1]
+        contents.append((tmp_path / out / "model.safetensors").read_bytes())
+    assert contents[0] == contents[1]

@@ -127,14 +127,14 @@ SDXL = [0.01 * n for n in range(20)]
 @pytest.mark.parametrize("values", [SDXL, ", ".join(map(str, SDXL))], ids=["list", "text"])
 def test_a_list_in_the_order_of_the_blocks(values: Any, tmp_path: Path) -> None:
     order = TABLES["sdxl"].order
-    found = merge(tmp_path, {"blocks": "sdxl", "values": values})
-    assert found == {name: round(0.01 * order.index(block), 3) for name, block in PLACES["sdxl"].items()}
+    by_name = merge(tmp_path, {"blocks": "sdxl", "values": values})
+    assert by_name == {name: round(0.01 * order.index(block), 3) for name, block in PLACES["sdxl"].items()}
 
 
 def test_names_ranges_and_names_of_comfyui(tmp_path: Path) -> None:
     values = {"BASE": 0.9, "IN00-IN08": 0.2, "output_blocks.8": 0.4, "OUT00-OUT08": 0.3}
-    found = merge(tmp_path, {"blocks": "sdxl", "values": {**values, "M00": 0.5}})
-    assert {name.rpartition("/")[2]: value for name, value in found.items()} == {
+    by_name = merge(tmp_path, {"blocks": "sdxl", "values": {**values, "M00": 0.5}})
+    assert {name.rpartition("/")[2]: value for name, value in by_name.items()} == {
         "model.diffusion_model.label_emb.0.0.weight": 0.2,
         "model.diffusion_model.input_blocks.8.1.norm.weight": 0.2,
         "model.diffusion_model.output_blocks.8.0.in_layers.2.weight": 0.4,
@@ -149,10 +149,10 @@ def test_names_ranges_and_names_of_comfyui(tmp_path: Path) -> None:
 
 def test_blocks_stand_beside_filters(tmp_path: Path) -> None:
     weight = [{"filter": "attn.proj", "value": 0.7}, {"blocks": "flux", "values": {"D00-D18": 0.1}}, {"value": 0.5}]
-    found = merge(tmp_path, weight, "flux")
-    assert found["model.diffusion_model.double_blocks.1.img_attn.proj.weight"] == 0.7
-    assert found["transformer/transformer_blocks.1.attn.to_q.weight"] == 0.1
-    assert found["single_blocks.3.linear1.weight"] == 0.5
+    by_name = merge(tmp_path, weight, "flux")
+    assert by_name["model.diffusion_model.double_blocks.1.img_attn.proj.weight"] == 0.7
+    assert by_name["transformer/transformer_blocks.1.attn.to_q.weight"] == 0.1
+    assert by_name["single_blocks.3.linear1.weight"] == 0.5
 
 
 def test_each_part_of_stable_diffusion_3_and_wan(tmp_path: Path) -> None:
@@ -163,15 +163,15 @@ def test_each_part_of_stable_diffusion_3_and_wan(tmp_path: Path) -> None:
         "t_embedder": 0.3,
         "joint_blocks.0-joint_blocks.37": 0.4,
     }
-    found = merge(tmp_path, {"blocks": "sd3", "values": {**values, "final_layer": 0.5}}, "sd3")
-    assert found["model.diffusion_model.pos_embed"] == 0.1
-    assert found["transformer/time_text_embed.text_embedder.linear_1.weight"] == 0.2
-    assert found["model.diffusion_model.t_embedder.mlp.0.weight"] == 0.3
-    assert found["model.diffusion_model.joint_blocks.3.x_block.attn.qkv.weight"] == 0.4
-    assert found["transformer/proj_out.weight"] == 0.5
+    by_name = merge(tmp_path, {"blocks": "sd3", "values": {**values, "final_layer": 0.5}}, "sd3")
+    assert by_name["model.diffusion_model.pos_embed"] == 0.1
+    assert by_name["transformer/time_text_embed.text_embedder.linear_1.weight"] == 0.2
+    assert by_name["model.diffusion_model.t_embedder.mlp.0.weight"] == 0.3
+    assert by_name["model.diffusion_model.joint_blocks.3.x_block.attn.qkv.weight"] == 0.4
+    assert by_name["transformer/proj_out.weight"] == 0.5
     (tmp_path / "wan").mkdir()
-    found = merge(tmp_path / "wan", {"blocks": "wan", "values": {"blocks.0-blocks.39": 0.3, "BASE": 0.1}}, "wan")
-    assert found["transformer_2/blocks.39.attn1.to_q.weight"] == 0.3
+    by_name = merge(tmp_path / "wan", {"blocks": "wan", "values": {"blocks.0-blocks.39": 0.3, "BASE": 0.1}}, "wan")
+    assert by_name["transformer_2/blocks.39.attn1.to_q.weight"] == 0.3
 
 
 def test_a_range_of_which_the_model_has_some_blocks_is_no_warning(tmp_path: Path) -> None:
@@ -180,8 +180,8 @@ def test_a_range_of_which_the_model_has_some_blocks_is_no_warning(tmp_path: Path
     def of(values: dict[str, float]) -> list[str]:
         weight = {"blocks": "sdxl", "values": {**values, "BASE": 0.5}}
         models = [{"model": b, "parameters": {"weight": weight}}]
-        found = warnings(plan({"merge_method": "task_arithmetic", "base_model": a, "models": models}))
-        return [text for text in found if "the filter" in text]
+        texts = warnings(plan({"merge_method": "task_arithmetic", "base_model": a, "models": models}))
+        return [text for text in texts if "the filter" in text]
 
     assert not of({"IN00-IN08": 0.1})
     (text,) = of({"IN01-IN03": 0.1})

@@ -139,7 +139,7 @@ def test_any_yaml_tree_gives_problems_and_never_an_exception(tree: Any) -> None:
 @given(st.dictionaries(st.sampled_from(KEYS), trees, max_size=6))
 @settings(max_examples=40, deadline=None)
 def test_any_python_mapping_gives_problems_and_never_an_exception(tree: dict[str, Any]) -> None:
-    found = load(tree, parameter_names=("weight", "t"))
-    recipe, problems = found.recipe, found.problems
+    loaded = load(tree, parameter_names=("weight", "t"))
+    recipe, problems = loaded.recipe, loaded.problems
     assert recipe is not None or problems
     assert all(isinstance(p, WeightsmithError) for p in problems)

@@ -398,8 +398,8 @@ def test_a_broken_skeleton_is_reported_and_gives_no_recipe(text: str, messages: 
     ],
 )
 def test_model_references_that_cannot_be_read(model: str, message: str) -> None:
-    found = refused(f"merge_method: linear\nmodels: [{{model: {model}}}]\n")
-    assert message in found
+    text = refused(f"merge_method: linear\nmodels: [{{model: {model}}}]\n")
+    assert message in text
     assert parse(f"merge_method: linear\nmodels: [{{model: {model}}}]\n", "r.yml")[0] is None
 
 

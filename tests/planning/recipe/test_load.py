@@ -16,8 +16,8 @@ from weightsmith._planning.recipe.yaml import MAX_BYTES
 
 def load(source: Any, command: recipes.Command | None = "merge", **options: Any) -> tuple[Any, list[Any]]:
     """The recipe and its problems."""
-    found = recipes.load(source, command, **options)
-    return found.recipe, list(found.problems)
+    loaded = recipes.load(source, command, **options)
+    return loaded.recipe, list(loaded.problems)
 
 
 TEXT = "merge_method: linear\nmodels:\n- model: a\n  parameters: {weight: 0.5}\n"
@@ -174,8 +174,8 @@ def test_a_recipe_of_the_other_command_is_one_error(keys: str) -> None:
         "<text>:1:1: this is a recipe of `weightsmith moe`, not of `weightsmith merge`\n"
         "  -> Run `weightsmith moe` (in Python: weightsmith.moe)."
     )
-    made, (other,) = load(TEXT, "moe")
-    assert made is None
+    parsed, (other,) = load(TEXT, "moe")
+    assert parsed is None
     assert "this is a recipe of `weightsmith merge`, not of `weightsmith moe`" in str(other)
 
 

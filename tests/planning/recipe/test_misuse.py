@@ -15,8 +15,8 @@ def problems(text: str) -> list[str]:
 
 
 def lenient(text: str) -> Recipe:
-    recipe, found = parse(text, "r.yml", lenient=True, parameter_names=NAMES)
-    assert [str(p) for p in found] == []
+    recipe, errors = parse(text, "r.yml", lenient=True, parameter_names=NAMES)
+    assert [str(p) for p in errors] == []
     assert recipe is not None
     return recipe
 
@@ -184,28 +184,28 @@ def test_one_recipe_has_one_method() -> None:
     ],
 )
 def test_what_cannot_have_changed_the_result_is_a_warning(line: str, warning: str) -> None:
-    recipe, found = parse(TOP + line + "\n", "r.yml", parameter_names=NAMES)
-    assert found == []
+    recipe, errors = parse(TOP + line + "\n", "r.yml", parameter_names=NAMES)
+    assert errors == []
     assert recipe is not None
     assert [str(f).split("\n")[0] for f in recipe.findings] == [warning]
 
 
 def test_what_changes_nothing_is_a_warning_inside_parameters_too_unless_a_method_has_it() -> None:
     text = TOP + "parameters: {int8_mask: true, int_space: 1}\n"
-    recipe, found = parse(text, "r.yml", parameter_names=NAMES)
-    assert found == []
+    recipe, errors = parse(text, "r.yml", parameter_names=NAMES)
+    assert errors == []
     assert recipe is not None
     assert list(recipe.parameters) == ["int8_mask"]
     assert [f.where for f in recipe.findings] == ["r.yml:3:31"]
 
 
 def test_keys_that_mergekit_reads_and_never_uses_are_warnings() -> None:
-    recipe, found = parse(
+    recipe, errors = parse(
         "merge_method: passthrough\nslices:\n- sources:\n"
         "  - {model: {model: a, override_architecture: X}, layer_range: [0, 8]}\n  residual_weight: 0.5\n",
         "r.yml",
     )
-    assert found == []
+    assert errors == []
     assert recipe is not None
     assert [str(f) for f in recipe.findings] == [
         "r.yml:4:24: override_architecture is not needed and has no effect: structure comes from tensor names\n  -> Remove it.",
@@ -262,17 +262,17 @@ def test_a_misspelled_base_model_gives_no_recipe_for_the_plan_to_complain_about(
 
 
 def test_a_misspelled_required_key_is_reported_once() -> None:
-    found = problems("merge_methd: ties\nmodles: [{model: a}]\n")
-    assert [p.split(";")[0] for p in found] == [
+    messages = problems("merge_methd: ties\nmodles: [{model: a}]\n")
+    assert [p.split(";")[0] for p in messages] == [
         "UnknownKey: r.yml:1:1: unknown key 'merge_methd' at the top level (did you mean 'merge_method'?)",
         "UnknownKey: r.yml:2:1: unknown key 'modles' at the top level (did you mean 'models'?)",
     ]
 
 
 def test_leniently_a_misspelled_required_key_is_still_missing() -> None:
-    recipe, found = parse("merge_methd: ties\nmodels: [{model: a}]\n", "r.yml", lenient=True)
+    recipe, errors = parse("merge_methd: ties\nmodels: [{model: a}]\n", "r.yml", lenient=True)
     assert recipe is None
-    assert [str(p).split("\n")[0] for p in found] == ["r.yml:1:1: the key 'merge_method' is missing at the top level"]
+    assert [str(p).split("\n")[0] for p in errors] == ["r.yml:1:1: the key 'merge_method' is missing at the top level"]
 
 
 def test_an_anchor_does_not_excuse_a_misplaced_parameter() -> None:
@@ -286,7 +286,7 @@ def test_an_anchor_that_nothing_uses_does_not_excuse_an_unknown_key() -> None:
 
 
 def test_a_key_known_elsewhere_may_still_be_the_name_of_a_parameter() -> None:
-    recipe, found = parse(TOP + "parameters: {dtype: 1}\n", "r.yml", parameter_names=(*NAMES, "dtype"))
-    assert found == []
+    recipe, errors = parse(TOP + "parameters: {dtype: 1}\n", "r.yml", parameter_names=(*NAMES, "dtype"))
+    assert errors == []
     assert recipe is not None
     assert recipe.parameters["dtype"].entries[0].value == 1

@@ -130,14 +130,14 @@ def weights(recipe: dict[str, Any], name: str = NAME) -> dict[str, Any]:
         return {refs[o.model]: o.value for o in prepared.explain(name) if o.parameter == "weight" and o.model is not None}
 
 
-def linear(*models: Any, **more: Any) -> dict[str, Any]:
-    return {"merge_method": "linear", "models": [m if isinstance(m, dict) else {"model": str(m)} for m in models], **more}
+def linear(*models: Any, **options: Any) -> dict[str, Any]:
+    return {"merge_method": "linear", "models": [m if isinstance(m, dict) else {"model": str(m)} for m in models], **options}
 
 
 def test_in_an_entry_it_spreads_over_the_matches_of_that_entry(run: Path) -> None:
     base = {"model": str(run / "base"), "parameters": {"weight": 0.25}}
-    found = weights(linear(base, {"model": str(run / "checkpoint-*"), "parameters": {"weight": {"ema": 0.5}}}))
-    assert list(found.items()) == [
+    by_model = weights(linear(base, {"model": str(run / "checkpoint-*"), "parameters": {"weight": {"ema": 0.5}}}))
+    assert list(by_model.items()) == [
         ("base", 0.25),
         ("checkpoint-1", 0.0625),
         ("checkpoint-2", 0.0625),
@@ -200,8 +200,8 @@ def test_explain_shows_the_weight_and_the_line_of_the_schedule(run: Path, tmp_pa
         f"merge_method: linear\nmodels:\n  - model: {run}/checkpoint-1?\n    parameters:\n      weight: {{ema: 0.75}}\n"
     )
     with prepare(recipe) as prepared:
-        found = [(o.value, o.where) for o in prepared.explain(NAME) if o.parameter == "weight"]
-    assert found == [(0.75, f"{recipe}:5:15"), (0.25, f"{recipe}:5:15")]
+        explained = [(o.value, o.where) for o in prepared.explain(NAME) if o.parameter == "weight"]
+    assert explained == [(0.75, f"{recipe}:5:15"), (0.25, f"{recipe}:5:15")]
 
 
 @pytest.mark.parametrize(

@@ -56,19 +56,21 @@ NAMES = tuple(dict.fromkeys(p.name for m in METHODS for p in m.parameters))
 
 @pytest.fixture(scope="module")
 def validator() -> Any:
-    made = schema(METHODS)
-    jsonschema.Draft202012Validator.check_schema(made)
-    return jsonschema.Draft202012Validator(made)
+    document = schema(METHODS)
+    jsonschema.Draft202012Validator.check_schema(document)
+    return jsonschema.Draft202012Validator(document)
 
 
 @pytest.mark.slow
 def test_with_all_methods_both_are_json_schemas() -> None:
     """What both define the same is checked once: the definitions take seconds."""
-    both, own = moe_schema(all_methods()), schema(all_methods())
+    both, merge_schema = moe_schema(all_methods()), schema(all_methods())
     jsonschema.Draft202012Validator.check_schema(both)
-    own["$defs"] = {name: made for name, made in own["$defs"].items() if both["$defs"].get(name) != made}
-    jsonschema.Draft202012Validator.check_schema(own)
-    assert not own["$defs"]
+    merge_schema["$defs"] = {
+        name: definition for name, definition in merge_schema["$defs"].items() if both["$defs"].get(name) != definition
+    }
+    jsonschema.Draft202012Validator.check_schema(merge_schema)
+    assert not merge_schema["$defs"]
 
 
 SLERP = """\
@@ -202,11 +204,14 @@ def test_the_schema_also_knows_the_methods_and_their_parameters(validator: Any, 
 
 
 def test_every_key_has_a_description_and_every_mapping_refuses_strangers() -> None:
-    made = schema(METHODS)
-    levels = [made, *(d for name, d in made["$defs"].items() if not name.startswith(("setting_", "value_", "names_of_")))]
+    document = schema(METHODS)
+    levels = [
+        document,
+        *(d for name, d in document["$defs"].items() if not name.startswith(("setting_", "value_", "names_of_"))),
+    ]
     assert len(levels) == 16
     for level in levels:
-        named = level in (made["$defs"]["parameters"], made["$defs"]["model_parameters"])  # by `names_of_parameters`
+        named = level in (document["$defs"]["parameters"], document["$defs"]["model_parameters"])  # by `names_of_parameters`
         assert level["additionalProperties"] is False or named
         assert all(p["description"] for p in level["properties"].values())
 
@@ -238,8 +243,8 @@ modules:
 
 @pytest.mark.parametrize("part", ["models", "modules"])
 def test_the_parameters_of_an_own_method_are_its_own_affair(validator: Any, part: str) -> None:
-    def valid(method: str, own: str, shared: str) -> bool:
-        data = yaml.safe_load(OWN.format(method=method, own=own, shared=shared))
+    def valid(method: str, parameters: str, shared: str) -> bool:
+        data = yaml.safe_load(OWN.format(method=method, own=parameters, shared=shared))
         del data["modules" if part == "models" else "models"]
         return bool(validator.is_valid(data))
 
@@ -273,12 +278,12 @@ MERGE_RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.yml")) + sorted(
 SHOWN = [(moe_schema, file) for file in MOE_RECIPES] + [(schema, file) for file in MERGE_RECIPES]
 
 
-@pytest.mark.parametrize(("made", "file"), SHOWN, ids=lambda value: getattr(value, "name", ""))
-def test_the_schema_takes_every_recipe_that_is_shown(made: Any, file: Path) -> None:
-    other = schema if made is moe_schema else moe_schema
+@pytest.mark.parametrize(("make_schema", "file"), SHOWN, ids=lambda value: getattr(value, "name", ""))
+def test_the_schema_takes_every_recipe_that_is_shown(make_schema: Any, file: Path) -> None:
+    other = schema if make_schema is moe_schema else moe_schema
     for document in yaml.safe_load_all(file.read_text()):
         recipe = json.loads(json.dumps(document))  # keys of a JSON mapping are texts
-        jsonschema.Draft202012Validator(made(all_methods())).validate(recipe)
+        jsonschema.Draft202012Validator(make_schema(all_methods())).validate(recipe)
         assert not jsonschema.Draft202012Validator(other(all_methods())).is_valid(recipe)
 
 

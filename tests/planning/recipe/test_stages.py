@@ -32,26 +32,26 @@ def problems(*recipes: str, **options: Any) -> list[str]:
     return [str(problem) for problem in load("---\n".join(recipes), **options).problems]
 
 
-def models(found: Recipe | None) -> list[str]:
-    assert found is not None
-    return [str(ref) for ref in found.references]
+def models(parsed: Recipe | None) -> list[str]:
+    assert parsed is not None
+    return [str(ref) for ref in parsed.references]
 
 
 def test_the_result_is_the_recipe_without_a_name_wherever_it_is() -> None:
     for recipes in ([recipe("org/b", "one"), recipe("one")], [recipe("one"), recipe("org/b", "one")]):
-        found = read(*recipes)
-        assert models(found) == ["org/a", "one"]
-        assert models(found.stages["one"]) == ["org/a", "org/b"]
-        assert found.text == "---\n".join(recipes)
+        parsed = read(*recipes)
+        assert models(parsed) == ["org/a", "one"]
+        assert models(parsed.stages["one"]) == ["org/a", "org/b"]
+        assert parsed.text == "---\n".join(recipes)
 
 
 def test_if_all_have_names_the_last_is_the_result_and_has_the_text_of_all() -> None:
     texts = recipe("org/b", "one"), recipe("one", "two")
-    found = read(*texts)
-    assert (found.name, models(found)) == ("two", ["org/a", "one"])
-    assert found.stages["one"] is not None
-    assert found.stages["one"].text == texts[0]
-    assert found.text == "---\n".join(texts)
+    parsed = read(*texts)
+    assert (parsed.name, models(parsed)) == ("two", ["org/a", "one"])
+    assert parsed.stages["one"] is not None
+    assert parsed.stages["one"].text == texts[0]
+    assert parsed.text == "---\n".join(texts)
 
 
 def test_documents_without_contents_are_left_out() -> None:
@@ -61,37 +61,37 @@ def test_documents_without_contents_are_left_out() -> None:
 def test_positions_of_a_list_of_mappings_begin_with_its_number() -> None:
     one = {"name": "one", "merge_method": "linear", "models": [{"model": "org/a", "paramters": {}}]}
     two = {"merge_method": "linear", "models": [{"model": "one"}], "dtyp": 1}
-    found = [problem.finding.where for problem in load([one, two]).problems]
-    assert found == ["[0].models[0].paramters", "[1].dtyp"]
+    positions = [problem.finding.where for problem in load([one, two]).problems]
+    assert positions == ["[0].models[0].paramters", "[1].dtyp"]
 
 
 def test_equal_recipes_inside_a_recipe_are_one_model() -> None:
     inner = "{merge_method: linear, models: [{model: org/b}]}"
-    found = read(f"merge_method: ties\nbase_model: {inner}\nmodels: [{{model: {inner}}}, {{model: org/c}}]\n")
-    base, same, _ = found.references
+    parsed = read(f"merge_method: ties\nbase_model: {inner}\nmodels: [{{model: {inner}}}, {{model: org/c}}]\n")
+    base, same, _ = parsed.references
     assert base == same
     assert str(base) == "the merge of org/b by linear"
-    assert [models(inside) for inside in found.stages.values()] == [["org/b"]]
+    assert [models(inside) for inside in parsed.stages.values()] == [["org/b"]]
 
 
 def test_a_mixture_takes_merges_by_name() -> None:
     text = f"{recipe('org/b', 'one')}---\nbase_model: one\nexperts: [{{source_model: one}}, {{source_model: org/c}}]\n"
-    found = load(text, "moe").recipe
-    assert isinstance(found, Upcycling)
-    assert models(found.base if isinstance(found.base, Recipe) else None) == ["org/a", "org/b"]
-    assert [isinstance(expert.model, Recipe) for expert in found.experts] == [True, False]
+    mixture = load(text, "moe").recipe
+    assert isinstance(mixture, Upcycling)
+    assert models(mixture.base if isinstance(mixture.base, Recipe) else None) == ["org/a", "org/b"]
+    assert [isinstance(expert.model, Recipe) for expert in mixture.experts] == [True, False]
     assert type(load(text, None).recipe) is Upcycling
     assert "this is a recipe of `weightsmith moe`" in str(load(text).problems[0])
 
 
 def test_values_are_set_in_the_recipe_whose_name_the_path_begins_with() -> None:
     texts = recipe("org/b", "one"), recipe("one")
-    found = read(*texts, settings={"one.dtype": "float16", "models[0].model": "org/c"})
-    one = found.stages["one"]
+    parsed = read(*texts, settings={"one.dtype": "float16", "models[0].model": "org/c"})
+    one = parsed.stages["one"]
     assert one is not None
-    assert (str(one.dtype), found.dtype, models(found)) == ("F16", None, ["org/c", "one"])
+    assert (str(one.dtype), parsed.dtype, models(parsed)) == ("F16", None, ["org/c", "one"])
     assert "dtype: float16\n" in one.text
-    assert load(found.text).problems == ()
+    assert load(parsed.text).problems == ()
     assert problems(*texts, settings={"one.dtyp": 1})[0].startswith("--set one.dtyp: unknown key")
 
 

@@ -43,13 +43,13 @@ parameters:
 
 
 def values_of(documents: WrittenRecipe | Sequence[Document]) -> list[Any]:
-    found = documents.documents if isinstance(documents, WrittenRecipe) else documents
-    return [plain(document.root) for document in found if document.root is not None]
+    listed = documents.documents if isinstance(documents, WrittenRecipe) else documents
+    return [plain(document.root) for document in listed if document.root is not None]
 
 
 def test_values_are_found_in_the_order_of_the_text_and_aliases_are_one_value() -> None:
     template = read_template(RECIPE)
-    assert [each.name for each in template.tunables] == [
+    assert [tunable.name for tunable in template.tunables] == [
         "merge_method",
         "models[0].parameters.weight",
         "models[0].parameters.density",
@@ -58,8 +58,8 @@ def test_values_are_found_in_the_order_of_the_text_and_aliases_are_one_value() -
         "parameters.lambda[0].value",
     ]
     assert template.start == ("ties", 0.5, 0.5, "c", 0.6, 1.0)
-    assert [each.where for each in template.tunables][:2] == ["<text>:2:15", "<text>:4:11"]
-    assert [each.parameter for each in template.tunables][3:] == ["model", "density", "lambda"]
+    assert [tunable.where for tunable in template.tunables][:2] == ["<text>:2:15", "<text>:4:11"]
+    assert [tunable.parameter for tunable in template.tunables][3:] == ["model", "density", "lambda"]
 
 
 def test_a_filled_recipe_keeps_comments_and_layout() -> None:
@@ -88,7 +88,7 @@ def test_a_mapping_and_recipes_of_several_documents_are_filled() -> None:
 def test_settings_may_hold_values_to_tune() -> None:
     recipe = {"merge_method": "slerp", "base_model": "a", "models": [{"model": "b"}], "parameters": {"t": 0.5}}
     template = read_template(recipe, settings={"parameters.t": {"tune": [0, 1]}})
-    assert [each.name for each in template.tunables] == ["parameters.t"]
+    assert [tunable.name for tunable in template.tunables] == ["parameters.t"]
 
 
 def test_text_with_a_mark_or_an_odd_line_end_is_filled() -> None:
@@ -142,8 +142,8 @@ def test_other_commands_refuse_the_recipe_with_one_error(
         plan_help.model(Path(name), 2, seed=seed)
     Path("r.yml").write_text(RECIPE)
     Path("t.txt").write_text("text")
-    more = {"merge": ["out"], "eval": ["--text", "t.txt"]}.get(command, [])
-    ran = cli(command, "r.yml", *more)
+    arguments = {"merge": ["out"], "eval": ["--text", "t.txt"]}.get(command, [])
+    ran = cli(command, "r.yml", *arguments)
     assert ran.code == 1
     assert "r.yml:2:15: this recipe has 6 values to tune" in ran.err
     assert "weightsmith tune" in ran.err
@@ -179,6 +179,6 @@ def test_numbers_are_written_so_that_yaml_reads_them_as_numbers() -> None:
     import yaml
 
     for value in (1e-7, 0.1, 3.0, 1e22, -2.5e-9, 5, True, "no", "0.5", "a b", "./x@v1", "\u00e9: #", ""):
-        found = yaml.safe_load(in_yaml(value))
-        assert found == value
-        assert type(found) is type(value)
+        read_back = yaml.safe_load(in_yaml(value))
+        assert read_back == value
+        assert type(read_back) is type(value)

@@ -118,7 +118,7 @@ def setting(*entries: tuple[object, str | None]) -> Setting:
 def test_the_first_entry_whose_filter_is_part_of_the_name_counts() -> None:
     s = setting((0.1, "layers.1"), (0.2, "mlp"), (0.3, "MLP"), (0.4, "lm_head"))
     values = [
-        (found := s.at(name, 0.0)) and found[0]
+        (match := s.at(name, 0.0)) and match[0]
         for name in ("model.layers.1.mlp", "model.layers.17.attn", "model.layers.2.mlp", "lm_head", "model.norm")
     ]
     assert values == [0.1, 0.1, 0.2, 0.4, None]

@@ -141,8 +141,8 @@ def test_each_problem_says_what_is_wrong_where_and_what_to_do(text: str, message
 
 
 def test_all_problems_that_do_not_end_the_reading_are_reported() -> None:
-    found = problems("a: 1\na: 2\non: 3\nb: !x 4\n")
-    assert [p.split(": ")[0] for p in found] == ["r.yml:2:1", "r.yml:3:1", "r.yml:4:4"]
+    messages = problems("a: 1\na: 2\non: 3\nb: !x 4\n")
+    assert [p.split(": ")[0] for p in messages] == ["r.yml:2:1", "r.yml:3:1", "r.yml:4:4"]
 
 
 def test_leniently_the_last_of_two_equal_keys_counts_with_a_warning() -> None:

@@ -50,7 +50,7 @@ FINE_TUNES = ("fr", "de")
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("auto")
     save_model(folder / "base")
     for seed, name in enumerate(FINE_TUNES, 1):
@@ -60,15 +60,27 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def work(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for path in made.iterdir():
+def work(pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for path in pristine.iterdir():
         (tmp_path / path.name).symlink_to(path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def auto(out: str = "merged", models: Sequence[str] = FINE_TUNES, **given: Any) -> Auto:
-    return weightsmith.auto("base", models, out, **{"progress": False, **given})
+def auto(out: str = "merged", models: Sequence[str] = FINE_TUNES, **options: Any) -> Auto:
+    return weightsmith.auto("base", models, out, **{"progress": False, **options})
+
+
+def with_head(name: str, out: str, change: float | None = None) -> None:
+    """A copy that ties its head to the embedding; it stores none, or one with the embedding's numbers times a factor."""
+    folder = Path(shutil.copytree(Path(name).resolve(), out))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    tensors = load_file(folder / "model.safetensors")
+    tensors.pop("lm_head.weight", None)
+    if change is not None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * change
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def rows_of(path: str) -> list[str]:
@@ -80,19 +92,58 @@ TEXTS = {name: f"{name}.txt" for name in FINE_TUNES}
 
 @pytest.mark.slow
 def test_without_texts_the_fine_tunes_write_and_the_recipe_repeats_the_merge(work: Path) -> None:
-    found = auto()
-    assert not found.with_texts
-    assert [each.name for each in found.candidates] == ["mean", "regmean, prior tsv_m", "tsv_m", "regmean, prior sum", "sum"]
-    assert found.choice.name in {each.name for each in found.candidates}
+    outcome = auto()
+    assert not outcome.with_texts
+    assert [candidate.name for candidate in outcome.candidates] == [
+        "mean",
+        "regmean, prior tsv_m",
+        "tsv_m",
+        "regmean, prior sum",
+        "sum",
+    ]
+    assert outcome.choice.name in {candidate.name for candidate in outcome.candidates}
     weightsmith.merge("merged/recipe.yml", "again", progress=False)
     assert Path("merged/model.safetensors").read_bytes() == Path("again/model.safetensors").read_bytes()
     kept = {path.name for path in Path("merged.auto").iterdir()}
     assert kept == {"texts", "held-back", "scores.jsonl", "index.html"}
     assert "statistics" not in kept
-    assert found.candidates[0].name == "mean"
-    assert found.candidates[0].nats_change is None
-    json.dumps(found.to_json(), allow_nan=False)
-    assert "No text was given" in found.reading[1]
+    assert outcome.candidates[0].name == "mean"
+    assert outcome.candidates[0].nats_change is None
+    json.dumps(outcome.to_json(), allow_nan=False)
+    assert "No text was given" in outcome.reading[1]
+
+
+@pytest.mark.slow
+def test_a_search_that_was_ended_before_its_page_finishes_it(work: Path) -> None:
+    first = auto(text=TEXTS, budget=1)
+    written = Path("merged/model.safetensors").stat().st_mtime_ns
+    Path("merged.auto/index.html").unlink()
+    Path("merged.auto/statistics/fr").mkdir(parents=True)
+    assert auto(text=TEXTS, budget=1).recipe == first.recipe
+    assert Path("merged/model.safetensors").stat().st_mtime_ns == written
+    assert {path.name for path in Path("merged.auto").iterdir()} == {"texts", "held-back", "scores.jsonl", "index.html"}
+    with pytest.raises(OutputExists):
+        auto(text=TEXTS, budget=1)
+    Path("merged.auto/index.html").unlink()
+    Path("merged/recipe.yml").write_text("merge_method: linear")
+    with pytest.raises(OutputExists, match="the output exists, and is another merge"):
+        auto(text=TEXTS, budget=1)
+
+
+@pytest.mark.slow
+def test_heads_that_are_copies_of_the_embedding_change_no_score(work: Path) -> None:
+    with_head("base", "my-base")
+    changes = []
+    for stored in ((), ("fr",), FINE_TUNES):
+        for name in FINE_TUNES:
+            shutil.rmtree(f"my-{name}", ignore_errors=True)
+            with_head(name, f"my-{name}", 1 if name in stored else None)
+        texts = {f"my-{name}": file for name, file in TEXTS.items()}
+        found = weightsmith.auto("my-base", ["my-fr", "my-de"], f"out{len(stored)}", text=texts, budget=1, progress=False)
+        changes.append([(each.name, each.nats) for each in found.candidates])
+        with weightsmith.open_checkpoint(found.out) as model:
+            assert "lm_head.weight" not in model.specs
+    assert changes[0] == changes[1] == changes[2]
 
 
 @pytest.mark.slow
@@ -102,21 +153,21 @@ def test_a_regmean_that_is_chosen_names_its_texts_and_is_merged_from_what_was_me
     """The bytes are those of a merge from the texts, which measures them again."""
     merged, execute = list[Plan](), module.execute
 
-    def noted(prepared: Prepared, out: str, *more: Any, **options: Any) -> Any:
+    def noted(prepared: Prepared, out: str, *args: Any, **options: Any) -> Any:
         if out == "merged":
             merged.append(prepared.plan)
-        return execute(prepared, out, *more, **options)
+        return execute(prepared, out, *args, **options)
 
     monkeypatch.setattr(module, "execute", noted)
     monkeypatch.setattr(module, "choose", lambda *_scored, **_how: Choice("regmean, prior tsv_m", "said the test"))
-    found = auto()
-    assert "merge_method: regmean" in found.recipe
-    assert "file: merged.auto/texts/fr.jsonl" in found.recipe
-    assert Path("merged/recipe.yml").read_text() == found.recipe
+    outcome = auto()
+    assert "merge_method: regmean" in outcome.recipe
+    assert "file: merged.auto/texts/fr.jsonl" in outcome.recipe
+    assert Path("merged/recipe.yml").read_text() == outcome.recipe
     assert [{product.op for product in plan.products} for plan in merged] == [{"stored_statistic"}]
     weightsmith.merge("merged/recipe.yml", "measured", progress=False)
     assert Path("merged/model.safetensors").read_bytes() == Path("measured/model.safetensors").read_bytes()
-    stored = json.loads(json.dumps(found.recipe))
+    stored = json.loads(json.dumps(outcome.recipe))
     for name in FINE_TUNES:
         weightsmith.statistics(name, f"merged.auto/texts/{name}.jsonl", f"{name}-stats", tokens=32, progress=False)
         stored = stored.replace(f"text:\n    file: merged.auto/texts/{name}.jsonl\n    tokens: 32", f"text: {name}-stats")
@@ -127,8 +178,8 @@ def test_a_regmean_that_is_chosen_names_its_texts_and_is_merged_from_what_was_me
 
 @pytest.mark.slow
 def test_with_texts_every_fourth_row_is_held_back_and_strengths_of_regmean_are_tried(work: Path) -> None:
-    found = auto(text=TEXTS)
-    names = [each.name for each in found.candidates]
+    outcome = auto(text=TEXTS)
+    names = [candidate.name for candidate in outcome.candidates]
     assert "regmean, prior tsv_m, times 0.6" in names
     assert "regmean, prior tsv_m, times 1.4" in names
     measured, held = (rows_of(f"merged.auto/{part}/fr.jsonl") for part in ("texts", "held-back"))
@@ -147,9 +198,9 @@ def test_the_candidate_that_is_usually_best_comes_first_and_a_limit_leaves_the_o
     assert one.reading[-1] == "--budget or --time ended the search before all candidates were scored."
     in_time = auto("in-time", time="0.001s")
     assert in_time.candidates == one.candidates
-    more = auto("more", budget=4)
-    assert more.candidates[:2] == one.candidates
-    assert not more.stopped
+    larger = auto("more", budget=4)
+    assert larger.candidates[:2] == one.candidates
+    assert not larger.stopped
 
 
 @pytest.mark.slow
@@ -193,16 +244,16 @@ def test_the_plan_counts_and_writes_nothing(work: Path, cli: Cli) -> None:
     assert plan["stages"][0]["what"] == "2,048 tokens are written"
     assert sum(stage["processor_seconds"] for stage in plan["stages"]) == pytest.approx(plan["processor_seconds"])
     texts = [part for name in FINE_TUNES for part in ("--text", f"{name}={name}.txt")]
-    given = json.loads(cli(*command, *texts, "--budget", "2").out)
-    assert given["candidates"] == 2
+    printed = json.loads(cli(*command, *texts, "--budget", "2").out)
+    assert printed["candidates"] == 2
     in_python = weightsmith.plan_auto(
         "base", FINE_TUNES, "merged", text={n: f"{n}.txt" for n in FINE_TUNES}, budget=2, threads=1
     )
     vary = dict.fromkeys(("processor_seconds", "stages", "free_bytes"), 0)
-    assert {**in_python.to_json(), **vary} == {**given, **vary}
+    assert {**in_python.to_json(), **vary} == {**printed, **vary}
     with pytest.raises(PlanError, match="there is no fine-tune"):
         weightsmith.plan_auto("base", FINE_TUNES, "merged", text={"other": "fr.txt"})
-    assert [stage["name"] for stage in given["stages"]] == ["references", "strengths", "statistics", "candidates"]
+    assert [stage["name"] for stage in printed["stages"]] == ["references", "strengths", "statistics", "candidates"]
     shown = cli(*command[:6]).out
     assert "Nothing was written." in shown
     assert re.search(r"^memory +about \d+ MB$", shown, re.MULTILINE)
@@ -273,7 +324,7 @@ def test_no_matrix_is_computed_twice_for_strengths_priors_and_the_merge(work: Pa
 @pytest.mark.slow
 def test_the_scores_are_those_of_evaluate(work: Path) -> None:
     """The mean's cross entropy on held-back rows, and its divergence from a fine-tune, by another command."""
-    found = auto(text=TEXTS)
+    outcome = auto(text=TEXTS)
     weightsmith.merge(module.Models("base", FINE_TUNES).mean(), "mean", progress=False)
     nats, divergences = [], []
     for name in FINE_TUNES:
@@ -284,8 +335,8 @@ def test_the_scores_are_those_of_evaluate(work: Path) -> None:
         divergence = score.scores[1][0].divergence
         assert divergence is not None
         divergences.append(divergence.value)
-    assert found.candidates[0].nats == pytest.approx(np.mean(nats), rel=1e-4)
-    assert found.candidates[0].divergence == pytest.approx(np.mean(divergences), rel=1e-2)
+    assert outcome.candidates[0].nats == pytest.approx(np.mean(nats), rel=1e-4)
+    assert outcome.candidates[0].divergence == pytest.approx(np.mean(divergences), rel=1e-2)
 
 
 @pytest.mark.matrix
@@ -306,15 +357,15 @@ def test_one_and_two_threads_choose_and_write_the_same(work: Path) -> None:
 @pytest.mark.parametrize("stop", ["draw", "scores", "statistics"])
 def test_an_interrupted_call_is_resumed_with_the_same_result(stop: str, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = auto("whole")
-    left = {"draw": 1, "scores": 7, "statistics": 1}[stop]
+    countdown = {"draw": 1, "scores": 7, "statistics": 1}[stop]
 
     def interrupting(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*given: Any, **more: Any) -> Any:
-            nonlocal left
-            if left == 0:
+        def call(*args: Any, **options: Any) -> Any:
+            nonlocal countdown
+            if countdown == 0:
                 raise KeyboardInterrupt
-            left -= 1
-            return function(*given, **more)
+            countdown -= 1
+            return function(*args, **options)
 
         return call
 
@@ -330,7 +381,7 @@ def test_an_interrupted_call_is_resumed_with_the_same_result(stop: str, work: Pa
         patched.setattr(Evaluator, "losses", _counting(Evaluator.losses, scored := list[object]()))
         again = auto()
     assert again.choice == whole.choice
-    assert [each.divergence for each in again.candidates] == [each.divergence for each in whole.candidates]
+    assert [candidate.divergence for candidate in again.candidates] == [candidate.divergence for candidate in whole.candidates]
     assert Path("merged/model.safetensors").read_bytes() == Path("whole/model.safetensors").read_bytes()
     if stop == "scores":
         monkeypatch.setattr(Evaluator, "losses", _counting(Evaluator.losses, everything := list[object]()))
@@ -369,11 +420,11 @@ def test_another_program_takes_up_neither_texts_nor_statistics_nor_scores(
 def test_a_measurement_that_another_program_began_is_discarded(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     finish, finished = Staging.finish, list[str]()
 
-    def stop(staging: Staging, name: str, *more: Any) -> None:
+    def stop(staging: Staging, name: str, *args: Any) -> None:
         if len(finished) == 3:
             raise KeyboardInterrupt
         finished.append(name)
-        finish(staging, name, *more)
+        finish(staging, name, *args)
 
     with monkeypatch.context() as patch:
         patch.setattr(Staging, "finish", stop)
@@ -432,9 +483,9 @@ def test_a_folder_that_is_never_replaced_is_refused_before_the_search(work: Path
 
 
 def _counting(function: Callable[..., Any], calls: list[object]) -> Callable[..., Any]:
-    def call(*given: Any, **more: Any) -> Any:
+    def call(*args: Any, **options: Any) -> Any:
         calls.append(None)
-        return function(*given, **more)
+        return function(*args, **options)
 
     return call
 
@@ -444,11 +495,11 @@ def _counting(function: Callable[..., Any], calls: list[object]) -> Callable[...
 def test_fine_tunes_far_from_their_base_get_the_mean_without_a_text(work: Path) -> None:
     for seed, name in enumerate("xy"):
         noisy_copy(Path("base").resolve(), work / name, seed, size=1.0)
-    found = weightsmith.auto("base", ["x", "y"], "merged", progress=False)
-    assert found.choice.name == "mean"
-    assert "far from their base" in found.choice.why
-    assert "Give a text for each fine-tune" in found.reading[2]
-    assert len(found.candidates) == 1
+    outcome = weightsmith.auto("base", ["x", "y"], "merged", progress=False)
+    assert outcome.choice.name == "mean"
+    assert "far from their base" in outcome.choice.why
+    assert "Give a text for each fine-tune" in outcome.reading[2]
+    assert len(outcome.candidates) == 1
 
 
 def test_bad_input_is_refused_before_anything_is_written(work: Path) -> None:

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 import weightsmith
-from tests.reports.auto.test_auto import FINE_TUNES, made, work
+from tests.reports.auto.test_auto import FINE_TUNES, pristine, with_head, work
 from weightsmith._base.errors import ParameterError, PlanError, StoreError
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._reports.auto import auto as module
 
-__all__ = ["made", "work"]
+__all__ = ["pristine", "work"]
 
 
 @pytest.fixture(autouse=True)
@@ -115,6 +115,23 @@ def test_settings_that_change_predictions_are_named_with_both_values(work: Path)
     assert "  rms_norm_eps: 0.25 here, 1e-06 in the others\n" in message
     assert "dtype" not in message
     assert "other: its tensors or its config.json are not those of" in refused(("fr", "de"), base="other")
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_a_head_that_is_a_copy_of_the_embedding_is_no_difference(work: Path, both: bool) -> None:
+    """Trainers store both names of a tied tensor."""
+    with_head("base", "my-base")
+    for name, change in (("fr", 1), ("de", 1 if both else None)):
+        with_head(name, f"my-{name}", change)
+    assert weightsmith.plan_auto("my-base", ["my-fr", "my-de"], "merged", text={"my-fr": "fr.txt", "my-de": "de.txt"})
+
+
+def test_a_trained_head_of_a_tied_model_is_a_difference(work: Path) -> None:
+    with_head("base", "my-base")
+    for name in FINE_TUNES:
+        with_head(name, f"my-{name}", 2)
+    message = refused(("my-fr", "my-de"), "my-base")
+    assert "its head lm_head.weight is stored and differs from model.embed_tokens.weight" in message
 
 
 def test_an_architecture_that_does_not_run_here_is_refused(work: Path) -> None:

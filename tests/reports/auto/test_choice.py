@@ -13,7 +13,7 @@ NOISE = np.random.default_rng(0).standard_normal((3, 12))
 
 def candidate(nats: float, divergence: float, spread: float = 0.0) -> list[RowScores]:
     """Three fine-tunes whose rows have these means for a token; spread: of what differs from row to row by candidate."""
-    return [RowScores(100 * (nats + spread * own), 100 * (divergence + spread * own), TOKENS) for own in NOISE]
+    return [RowScores(100 * (nats + spread * noise), 100 * (divergence + spread * noise), TOKENS) for noise in NOISE]
 
 
 def test_the_score_is_the_mean_over_fine_tunes_of_the_mean_over_tokens() -> None:
@@ -25,22 +25,22 @@ def test_the_score_is_the_mean_over_fine_tunes_of_the_mean_over_tokens() -> None
 def test_a_difference_is_paired_row_by_row() -> None:
     """What makes rows hard for all candidates is no error of a difference."""
     hard = 5 * NOISE
-    a = [RowScores(100 * (3 + own), TOKENS, TOKENS) for own in hard]
-    b = [RowScores(100 * (2.9 + own), TOKENS, TOKENS) for own in hard]
-    found = difference(b, a, "nats")
-    assert found.value == pytest.approx(-0.1)
-    assert found.error < 1e-6
+    a = [RowScores(100 * (3 + row), TOKENS, TOKENS) for row in hard]
+    b = [RowScores(100 * (2.9 + row), TOKENS, TOKENS) for row in hard]
+    gain = difference(b, a, "nats")
+    assert gain.value == pytest.approx(-0.1)
+    assert gain.error < 1e-6
 
 
 def test_the_error_of_a_difference_is_that_of_independent_means() -> None:
-    found = difference(candidate(3, 0, spread=1), candidate(3, 0), "nats")
-    by_hand = np.sqrt(sum(own.std(ddof=1) ** 2 / 12 for own in NOISE)) / 3
-    assert found.error == pytest.approx(by_hand)
-    assert found.value == pytest.approx(NOISE.mean())
+    gain = difference(candidate(3, 0, spread=1), candidate(3, 0), "nats")
+    by_hand = np.sqrt(sum(noise.std(ddof=1) ** 2 / 12 for noise in NOISE)) / 3
+    assert gain.error == pytest.approx(by_hand)
+    assert gain.value == pytest.approx(NOISE.mean())
 
 
 def test_better_means_two_standard_errors() -> None:
-    noisy, error = candidate(3, 0, spread=0.1), 0.1 * float(np.sqrt(sum(own.std(ddof=1) ** 2 / 12 for own in NOISE)) / 3)
+    noisy, error = candidate(3, 0, spread=0.1), 0.1 * float(np.sqrt(sum(noise.std(ddof=1) ** 2 / 12 for noise in NOISE)) / 3)
     shift = 0.1 * float(NOISE.mean())
     assert is_better(noisy, candidate(3 + shift + 2.1 * error, 0), "nats")
     assert not is_better(noisy, candidate(3 + shift + 1.9 * error, 0), "nats")
@@ -58,9 +58,9 @@ def test_the_usual_candidate_wins_unless_another_is_better_by_more_than_noise() 
 
 def test_the_mean_is_written_where_nothing_beats_it() -> None:
     scored = {"mean": candidate(3, 0.5), "usual": candidate(2.999, 0.4999, spread=0.05)}
-    found = choose(scored, "usual", "mean", with_texts=False)
-    assert found.name == "mean"
-    assert "no candidate is better by two standard errors (usual: " in found.why
+    choice = choose(scored, "usual", "mean", with_texts=False)
+    assert choice.name == "mean"
+    assert "no candidate is better by two standard errors (usual: " in choice.why
     assert (
         "worse than the mean"
         in choose({"mean": candidate(3, 0.5), "usual": candidate(3.2, 0.6)}, "usual", "mean", with_texts=True).why
@@ -68,11 +68,11 @@ def test_the_mean_is_written_where_nothing_beats_it() -> None:
 
 
 def test_with_texts_the_divergence_may_confirm_a_gain_but_never_makes_one() -> None:
-    rows = [RowScores(100 * (2.99 + 0.1 * own), 100 * np.full(12, 0.3), TOKENS) for own in NOISE - NOISE.mean()]
-    found = choose({"mean": candidate(3, 0.5), "usual": rows}, "usual", "mean", with_texts=True)
-    assert found.name == "usual"
-    assert "closer to the fine-tunes" in found.why
-    worse = [RowScores(own.nats + 2, own.divergences, TOKENS) for own in rows]
+    rows = [RowScores(100 * (2.99 + 0.1 * noise), 100 * np.full(12, 0.3), TOKENS) for noise in NOISE - NOISE.mean()]
+    choice = choose({"mean": candidate(3, 0.5), "usual": rows}, "usual", "mean", with_texts=True)
+    assert choice.name == "usual"
+    assert "closer to the fine-tunes" in choice.why
+    worse = [RowScores(row_scores.nats + 2, row_scores.divergences, TOKENS) for row_scores in rows]
     assert choose({"mean": candidate(3, 0.5), "usual": worse}, "usual", "mean", with_texts=True).name == "mean"
 
 

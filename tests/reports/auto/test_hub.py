@@ -13,14 +13,14 @@ from huggingface_hub import constants
 
 import weightsmith
 from tests.fake_hub import COMMIT, CUT, FakeHub, Fault, Files, Seen, serve, use
-from tests.reports.auto.test_auto import FINE_TUNES, made, work
+from tests.reports.auto.test_auto import FINE_TUNES, pristine, work
 from weightsmith._base.errors import CheckpointError, NoSpace, ParameterError, PlanError
 from weightsmith._execution.progress import Silent
 from weightsmith._reports.auto import auto as module
 from weightsmith._reports.auto.pool import Choice, Models, Pool, RowScores
 from weightsmith._reports.auto.result import Auto
 
-__all__ = ["made", "work"]
+__all__ = ["pristine", "work"]
 
 MODELS = ("base", *FINE_TUNES)
 WEIGHTS = "model.safetensors"
@@ -39,10 +39,10 @@ def hub(work: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         yield hub
 
 
-def auto(out: str = "merged", **given: Any) -> Auto:
+def auto(out: str = "merged", **overrides: Any) -> Auto:
     texts = {name: f"{name}.txt" for name in FINE_TUNES}
-    models = given.pop("models", [f"org/{name}" for name in FINE_TUNES])
-    options = {"text": texts, "progress": False, "budget": 1, "threads": 1} | given
+    models = overrides.pop("models", [f"org/{name}" for name in FINE_TUNES])
+    options = {"text": texts, "progress": False, "budget": 1, "threads": 1} | overrides
     return weightsmith.auto(options.pop("base", "org/base"), models, out, **options)
 
 
@@ -52,11 +52,11 @@ def weights_sent(hub: FakeHub) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("given", [{}, {"text": None}, {"stream": True}], ids=["texts", "own", "streamed"])
-def test_models_of_an_empty_cache_merge_as_local_ones(given: dict[str, Any], hub: FakeHub) -> None:
-    auto(**given)
-    assert weights_sent(hub) == (0 if given.get("stream") else len(MODELS))
-    auto("local", base="base", models=list(FINE_TUNES), **{k: v for k, v in given.items() if k != "stream"})
+@pytest.mark.parametrize("options", [{}, {"text": None}, {"stream": True}], ids=["texts", "own", "streamed"])
+def test_models_of_an_empty_cache_merge_as_local_ones(options: dict[str, Any], hub: FakeHub) -> None:
+    auto(**options)
+    assert weights_sent(hub) == (0 if options.get("stream") else len(MODELS))
+    auto("local", base="base", models=list(FINE_TUNES), **{k: v for k, v in options.items() if k != "stream"})
     assert Path("merged", WEIGHTS).read_bytes() == Path("local", WEIGHTS).read_bytes()
 
 

@@ -34,8 +34,8 @@ def text_of(path: Path) -> list[str]:
     return [json.loads(line)["text"] for line in path.read_text("utf-8").splitlines()]
 
 
-def drawn(folder: Path, threads: int = 1, **given: Any) -> list[list[int]]:
-    sampling = Sampling(**{"starts": ((10,), (5, 6)), "rows": 19, "tokens": 12, "temperature": 1.0, "seed": 0, **given})
+def drawn(folder: Path, threads: int = 1, **options: Any) -> list[list[int]]:
+    sampling = Sampling(**{"starts": ((10,), (5, 6)), "rows": 19, "tokens": 12, "temperature": 1.0, "seed": 0, **options})
     module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return draw(module, sampling, threads, "cpu", lambda done, total: None, "llama")
 
@@ -51,7 +51,9 @@ def test_each_token_is_the_one_that_the_whole_row_predicts(folder: Path, tempera
         with torch.no_grad():
             logits = module(torch.tensor([[*start, *ids]])).logits[0, len(start) - 1 : -1].double()
         shares = (logits / temperature).softmax(1).cumsum(1)
-        assert ids == [int(np.searchsorted(own, x, side="right")) for own, x in zip(shares.numpy(), uniform, strict=True)]
+        assert ids == [
+            int(np.searchsorted(row_shares, x, side="right")) for row_shares, x in zip(shares.numpy(), uniform, strict=True)
+        ]
 
 
 @pytest.mark.slow
@@ -65,11 +67,11 @@ def test_the_same_tokens_for_any_number_of_threads_and_others_for_another_seed(f
 
 @pytest.mark.slow
 def test_a_file_has_a_row_on_each_line_and_is_a_text(folder: Path, tmp_path: Path) -> None:
-    found = weightsmith.write(folder, tmp_path / "own.jsonl", rows=6, tokens=40, progress=False)
-    assert (found.rows, found.tokens) == (6, 240)
-    assert found.to_json()["out"] == str(tmp_path / "own.jsonl")
-    assert len(text_of(found.out)) == 6
-    score = weightsmith.evaluate(folder, text=found.out, tokens=32, progress=False)
+    written = weightsmith.write(folder, tmp_path / "own.jsonl", rows=6, tokens=40, progress=False)
+    assert (written.rows, written.tokens) == (6, 240)
+    assert written.to_json()["out"] == str(tmp_path / "own.jsonl")
+    assert len(text_of(written.out)) == 6
+    score = weightsmith.evaluate(folder, text=written.out, tokens=32, progress=False)
     assert score.scores[0][0].rows >= 4
 
 
@@ -93,7 +95,9 @@ def test_models_of_other_families_write(family: str, tmp_path: Path) -> None:
     with torch.no_grad():
         predicted = module(torch.tensor([[10, *rows[0]]])).logits[0, :-1].double().softmax(1).cumsum(1)
     uniform = np.random.Generator(np.random.Philox(key=np.array([0, 0], np.uint64))).random(12)
-    assert rows[0] == [int(np.searchsorted(own, x, side="right")) for own, x in zip(predicted.numpy(), uniform, strict=True)]
+    assert rows[0] == [
+        int(np.searchsorted(row_shares, x, side="right")) for row_shares, x in zip(predicted.numpy(), uniform, strict=True)
+    ]
     weightsmith.write(folder, tmp_path / "own.jsonl", rows=2, tokens=8, progress=False)
 
 
@@ -181,8 +185,8 @@ def test_rows_of_a_chat_model_also_begin_with_the_turns_of_its_template(tmp_path
     assert chat.starts == starts
     assert chat.unused_template == ""
     assert chat.to_json()["starts"] == list(starts)
-    given = weightsmith.write(model, tmp_path / "given.jsonl", rows=12, tokens=8, start=starts, progress=False)
-    assert text_of(chat.out) == text_of(given.out)
+    started = weightsmith.write(model, tmp_path / "given.jsonl", rows=12, tokens=8, start=starts, progress=False)
+    assert text_of(chat.out) == text_of(started.out)
     assert weightsmith.write(model, tmp_path / "few.jsonl", rows=2, tokens=8, progress=False).starts == starts[:2]
 
 
@@ -200,11 +204,11 @@ def test_a_template_starts_rows_as_transformers_writes_it(tmp_path: Path) -> Non
     {{- '[assistant]' }}
     {%- endif %}"""
     model = chat_model(tmp_path / "chat", template)
-    found = weightsmith.write(model, tmp_path / "chat.jsonl", rows=6, tokens=4, progress=False)
+    written = weightsmith.write(model, tmp_path / "chat.jsonl", rows=6, tokens=4, progress=False)
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(model / "tokenizer.json"), bos_token="!", chat_template=template)
     empty = [{"role": "user", "content": ""}]
-    assert found.starts[-1] == tokenizer.apply_chat_template(empty, tokenize=False, add_generation_prompt=True)
-    assert found.starts[-2] == "![system]Be brief;[user]"
+    assert written.starts[-1] == tokenizer.apply_chat_template(empty, tokenize=False, add_generation_prompt=True)
+    assert written.starts[-2] == "![system]Be brief;[user]"
 
 
 @pytest.mark.slow
@@ -236,15 +240,15 @@ def test_without_a_usable_template_rows_begin_plainly_and_it_is_said_why(
 @pytest.mark.slow
 def test_a_template_that_refuses_an_empty_question_still_lets_the_model_ask(tmp_path: Path) -> None:
     refusing = "{% if not messages[0].content %}{{ raise_exception('empty') }}{% endif %}" + TEMPLATE
-    found = weightsmith.write(chat_model(tmp_path / "chat", refusing), tmp_path / "o.jsonl", rows=9, tokens=2, progress=False)
-    assert found.starts == ("!", ";", "\n", "\n\n", "![user]")
+    written = weightsmith.write(chat_model(tmp_path / "chat", refusing), tmp_path / "o.jsonl", rows=9, tokens=2, progress=False)
+    assert written.starts == ("!", ";", "\n", "\n\n", "![user]")
 
 
 @pytest.mark.slow
 def test_the_command_says_what_rows_begin_with(tmp_path: Path, cli: Cli) -> None:
     model = chat_model(tmp_path / "chat", TEMPLATE)
-    found = cli("write", model, tmp_path / "a.jsonl", "--rows", "6", "--tokens", "4").out
-    assert r'Rows begin with: "!", ";", "\n", "\n\n", "![user]", "![user];[assistant]"' in found
+    printed = cli("write", model, tmp_path / "a.jsonl", "--rows", "6", "--tokens", "4").out
+    assert r'Rows begin with: "!", ";", "\n", "\n\n", "![user]", "![user];[assistant]"' in printed
     broken = chat_model(tmp_path / "broken", "{{ raise_exception('no') }}")
     assert "The chat template is not used: no" in cli("write", broken, tmp_path / "b.jsonl", "--tokens", "4").out
 

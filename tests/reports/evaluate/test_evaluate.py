@@ -44,7 +44,7 @@ parameters: {scope: model}
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two models, a recipe of them, and two texts."""
     folder = tmp_path_factory.mktemp("models")
     for seed, name in enumerate("ab"):
@@ -57,9 +57,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def work(made: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+def work(pristine: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, with the models; evaluations have a folder of their own."""
-    for path in made.iterdir():
+    for path in pristine.iterdir():
         (tmp_path / path.name).symlink_to(path)
     home = tmp_path_factory.mktemp("cache")
     monkeypatch.setattr(opening, "cache_home", lambda: home)
@@ -76,7 +76,7 @@ def perplexity(folder: Path, text: str, tokens: int) -> float:
         return math.exp(float(model(input_ids=rows, labels=rows).loss))
 
 
-def left(folder: Path) -> list[str]:
+def leftovers(folder: Path) -> list[str]:
     """Unfinished work, none of which may be in this folder."""
     assert not list(folder.glob(".evaluation*"))
     return [path.name for path in opening.evaluations_folder().glob(".evaluation*")]
@@ -90,20 +90,20 @@ def test_models_recipes_and_stored_codes_have_the_numbers_of_transformers(
     weightsmith.quantize("a", "codes", "fp8-dynamic", progress=False)
     weightsmith.dequantize("codes", "decoded", out_dtype="float32", progress=False)
     models = ("a", "b", "ties.yml", "codes")
-    found = weightsmith.evaluate(*models, text=["t.txt", "u.txt"], tokens=32, reference="a", progress=False)
-    for name, scores in zip(("a", "b", "merged", "decoded"), found.scores, strict=True):
+    evaluation = weightsmith.evaluate(*models, text=["t.txt", "u.txt"], tokens=32, reference="a", progress=False)
+    for name, scores in zip(("a", "b", "merged", "decoded"), evaluation.scores, strict=True):
         for file, score in zip(("t.txt", "u.txt"), scores, strict=True):
             assert score.perplexity == pytest.approx(perplexity(work / name, Path(file).read_text(), 32), rel=2e-5)
             assert score.nbytes == score.tokens == score.rows * 31
-    divergences = [total.divergence.value for total in found.totals[1:] if total.divergence is not None]
+    divergences = [total.divergence.value for total in evaluation.totals[1:] if total.divergence is not None]
     assert len(divergences) == 3
     assert 0 < divergences[2] < 0.1 < divergences[0]
-    assert found.totals[3].agreement > 0.7
-    assert left(work) == []
+    assert evaluation.totals[3].agreement > 0.7
+    assert leftovers(work) == []
     again = weightsmith.evaluate(*models[::2], text=["t.txt", "u.txt"], tokens=32, progress=False, threads=1)
-    assert again.totals[1].loss == found.totals[2].loss
-    page = evaluation_report(found)
-    assert page.summary == found.reading
+    assert again.totals[1].loss == evaluation.totals[2].loss
+    page = evaluation_report(evaluation)
+    assert page.summary == evaluation.reading
     assert len(page.blocks) == 1 + 3 + 3 + 1  # settings; all texts and each; the layers of all but the reference; the command
     capsys.readouterr()
     page.show()
@@ -131,12 +131,12 @@ def test_an_interrupted_evaluation_resumes(work: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(Staging, "keep", stop)
     with pytest.raises(KeyboardInterrupt):
         weightsmith.evaluate("b", **asked)
-    assert len(left(work)) == 2
+    assert len(leftovers(work)) == 2
     kept.clear()
     monkeypatch.setattr(Staging, "keep", note)
     resumed = weightsmith.evaluate("b", **asked, threads=1)
     assert kept == ["states 1", "sample 0", "states 2", "sample 1", "losses"]
-    assert left(work) == []
+    assert leftovers(work) == []
     assert resumed.to_json() == weightsmith.evaluate("b", **asked).to_json()
 
 
@@ -164,10 +164,10 @@ def test_what_was_compared_with_a_reference_is_not_kept_if_its_files_change(
     with pytest.raises(CannotResume, match="files of changing: changed") as refused:
         weightsmith.evaluate("b2", "b3", **asked)
     shutil.rmtree(refused.value.finding.where)
-    found = weightsmith.evaluate("b2", "b3", **asked)
+    evaluation = weightsmith.evaluate("b2", "b3", **asked)
     for path in opening.evaluations_folder().glob(".evaluation-*"):
         shutil.rmtree(path)
-    assert found.to_json() == weightsmith.evaluate("b2", "b3", **asked).to_json()
+    assert evaluation.to_json() == weightsmith.evaluate("b2", "b3", **asked).to_json()
 
 
 @pytest.mark.slow
@@ -179,10 +179,10 @@ def test_models_with_other_tokenizers_are_compared_by_their_bits(work: Path) -> 
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.save(str(work / "c/tokenizer.json"))
-    found = weightsmith.evaluate("a", "c", text="t.txt", tokens=64, reference="a", progress=False)
-    assert (found.totals[1].change, found.totals[1].divergence) == (None, None)
-    assert "only bits per byte are compared" in found.reading[0]
-    assert found.reading[1] == "No divergence for c: its vocabulary or its tokens are not those of a."
+    evaluation = weightsmith.evaluate("a", "c", text="t.txt", tokens=64, reference="a", progress=False)
+    assert (evaluation.totals[1].change, evaluation.totals[1].divergence) == (None, None)
+    assert "only bits per byte are compared" in evaluation.reading[0]
+    assert evaluation.reading[1] == "No divergence for c: its vocabulary or its tokens are not those of a."
 
 
 @pytest.mark.slow
@@ -232,7 +232,7 @@ def test_what_cannot_be_evaluated_is_one_error_before_tensors_are_read(work: Pat
     both = refused("mute", "bare", text="t.txt")
     assert "tokenizer.json" in both
     assert "not a decoder" in both
-    assert left(work) == []
+    assert leftovers(work) == []
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no folder in which nothing can be created")
@@ -276,21 +276,21 @@ def test_a_merge_and_a_quantised_model_are_evaluated_before_they_are_published(w
     """As stored, beside the source. The numbers are those of `weightsmith eval`."""
     ran = cli("quantize", "a", "codes", "--format", "fp8-dynamic", "--evaluate", "t.txt", "--json")
     assert ran.code == 0, ran.err
-    found = json.loads(ran.out)["evaluation"]
+    evaluation = json.loads(ran.out)["evaluation"]
     manifest = json.loads((work / "codes/weightsmith.json").read_text())
-    assert manifest["evaluation"] == found
-    assert (found["models"], found["reference"]) == (["a", "the result"], "a")
+    assert manifest["evaluation"] == evaluation
+    assert (evaluation["models"], evaluation["reference"]) == (["a", "the result"], "a")
     again = weightsmith.evaluate("a", "codes", text="t.txt", reference="a", progress=False).to_json()
-    assert again["totals"] == found["totals"]
+    assert again["totals"] == evaluation["totals"]
     card = (work / "codes/README.md").read_text()
     assert "## Evaluation" in card
     assert "tokens of t.txt, in rows of 64." in card
     assert cli("verify", "codes").code == 0
-    assert left(work) == []
+    assert leftovers(work) == []
     merged = weightsmith.merge("ties.yml", "merged", evaluate="t.txt", max_shard_bytes=100_000, progress=False)
     assert len(merged.plan.layout.shards) > 1
-    own = json.loads((work / "merged/weightsmith.json").read_text())["evaluation"]
-    assert own["models"] == ["a", "the result"]
+    recorded = json.loads((work / "merged/weightsmith.json").read_text())["evaluation"]
+    assert recorded["models"] == ["a", "the result"]
     assert cli("verify", "merged").code == 0
     shown = weightsmith.merge("ties.yml", "plain", max_shard_bytes=100_000, progress=False).out
     for file in sorted(Path(str(shown)).glob("*.safetensors")):
@@ -316,7 +316,7 @@ def test_an_evaluation_of_a_result_that_is_interrupted_resumes(work: Path, monke
     merged = weightsmith.merge("ties.yml", "merged", evaluate="t.txt", progress=False)
     assert merged.resumed == len(merged.plan.steps)
     assert "evaluation" in json.loads((work / "merged/weightsmith.json").read_text())
-    assert left(work) == []
+    assert leftovers(work) == []
 
 
 @pytest.mark.slow
@@ -337,36 +337,36 @@ def layer_outputs(folder: Path, text: str, tokens: int) -> list[torch.Tensor]:
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
     rows = torch.tensor(ids[: len(ids) // tokens * tokens]).view(-1, tokens)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
-    found: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
     for layer in model.model.layers:
-        layer.register_forward_hook(lambda _module, _inputs, out: found.append(out[0] if isinstance(out, tuple) else out))
+        layer.register_forward_hook(lambda _module, _inputs, out: outputs.append(out[0] if isinstance(out, tuple) else out))
     with torch.inference_mode():
         model(input_ids=rows)
-    return found
+    return outputs
 
 
 @pytest.mark.slow
 def test_the_errors_of_layers_are_those_of_transformers(work: Path) -> None:
     """Of the scored tokens: all but the first of a row. Models with other layers have none."""
-    found = weightsmith.evaluate("a", "b", text="t.txt", tokens=32, reference="a", progress=False)
-    theirs, own = layer_outputs(work / "a", TEXT, 32), layer_outputs(work / "b", TEXT, 32)
-    wanted = [float((y - x)[:, 1:].norm() / x[:, 1:].norm()) for x, y in zip(theirs, own, strict=True)]
-    assert found.layers[0] is None
-    assert found.layers[1] is not None
-    np.testing.assert_allclose(found.layers[1], wanted, rtol=1e-5)
-    [table] = [block for block in evaluation_report(found).blocks if getattr(block, "title", "") == "Layers of b"]
+    evaluation = weightsmith.evaluate("a", "b", text="t.txt", tokens=32, reference="a", progress=False)
+    theirs, ours = layer_outputs(work / "a", TEXT, 32), layer_outputs(work / "b", TEXT, 32)
+    expected = [float((y - x)[:, 1:].norm() / x[:, 1:].norm()) for x, y in zip(theirs, ours, strict=True)]
+    assert evaluation.layers[0] is None
+    assert evaluation.layers[1] is not None
+    np.testing.assert_allclose(evaluation.layers[1], expected, rtol=1e-5)
+    [table] = [block for block in evaluation_report(evaluation).blocks if getattr(block, "title", "") == "Layers of b"]
     assert len(table.rows) == 2
-    assert found.to_json()["layers"][1] == list(found.layers[1])
+    assert evaluation.to_json()["layers"][1] == list(evaluation.layers[1])
     assert weightsmith.evaluate("a", text="t.txt", progress=False).layers == (None,)
 
 
 @pytest.mark.slow
 def test_only_the_first_rows_are_kept_for_the_errors_of_layers(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightsmith._reports.evaluate.measure.SAMPLE_BYTES", 2 * 2 * 32 * 64 * 4)
-    found = weightsmith.evaluate("a", "b", text="t.txt", tokens=32, reference="a", progress=False)
-    theirs, own = layer_outputs(work / "a", TEXT, 32), layer_outputs(work / "b", TEXT, 32)
-    wanted = [float((y - x)[:2, 1:].norm() / x[:2, 1:].norm()) for x, y in zip(theirs, own, strict=True)]
-    np.testing.assert_allclose(np.array(found.layers[1]), wanted, rtol=1e-5)
+    evaluation = weightsmith.evaluate("a", "b", text="t.txt", tokens=32, reference="a", progress=False)
+    theirs, ours = layer_outputs(work / "a", TEXT, 32), layer_outputs(work / "b", TEXT, 32)
+    expected = [float((y - x)[:2, 1:].norm() / x[:2, 1:].norm()) for x, y in zip(theirs, ours, strict=True)]
+    np.testing.assert_allclose(np.array(evaluation.layers[1]), expected, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -379,9 +379,9 @@ def test_a_mixture_is_evaluated_before_it_is_published(work: Path, cli: Cli) -> 
     assert ran.code == 0, ran.err
     assert "on t.txt: perplexity" in ran.out
     assert "it grows most in layers" in ran.out
-    own = json.loads((work / "out/weightsmith.json").read_text())["evaluation"]
-    assert own["models"] == ["a", "the result"]
-    assert len(own["layers"][1]) == 2
+    recorded = json.loads((work / "out/weightsmith.json").read_text())["evaluation"]
+    assert recorded["models"] == ["a", "the result"]
+    assert len(recorded["layers"][1]) == 2
     card = (work / "out/README.md").read_text()
     assert "## Evaluation" in card
     assert "it grows most in layers" in card
@@ -400,18 +400,18 @@ def test_a_command_measures_folders_as_they_are_and_recipes_as_they_would_be_wri
     Path("size.py").write_text(SIZE)
     command = f"{shlex.quote(sys.executable)} -I -S size.py {{model}}"
     before = sorted(path.name for path in work.iterdir())
-    found = weightsmith.evaluate("a", "ties.yml", command=command, metric="here", progress=False)
-    assert found.measured == (0, 1)
-    assert found.totals == ()
-    assert found.reading == ("The command finds 1 for ties.yml and 0 for a.",)
-    assert "by a command" in repr(found)
+    evaluation = weightsmith.evaluate("a", "ties.yml", command=command, metric="here", progress=False)
+    assert evaluation.measured == (0, 1)
+    assert evaluation.totals == ()
+    assert evaluation.reading == ("The command finds 1 for ties.yml and 0 for a.",)
+    assert "by a command" in repr(evaluation)
     assert sorted(path.name for path in work.iterdir()) == before
     ran = cli("eval", "a", "ties.yml", "--command", command, "--metric", "n", "--text", "t.txt", "--json")
     assert ran.code == 0, ran.err
     both = json.loads(ran.out)
     assert both["measured"] == [1, 1]
     assert len(both["totals"]) == 2
-    page = evaluation_report(found)
+    page = evaluation_report(evaluation)
     assert f"--command {shlex.quote(command)} --metric here" in str(page.blocks[-1])
     with pytest.raises(ParameterError, match="a reference is for texts"):
         weightsmith.evaluate("a", command=command, reference="b", progress=False)
@@ -444,8 +444,10 @@ def test_lm_eval_measures_models_and_recipes(work: Path, monkeypatch: pytest.Mon
     options = "--tasks notes --include_path . --device cpu --batch_size 1 --output_path {output}"
     command = f"{program} --model hf --model_args pretrained={{model}},dtype=float32,tokenizer={{model}} {options}"
     metric = "results/notes/bits_per_byte,none"
-    found = weightsmith.evaluate("A", "Ties.yml", text="notes.txt", tokens=64, command=command, metric=metric, progress=False)
-    assert found.measured == pytest.approx([total.bits_per_byte for total in found.totals], rel=0.05)
+    evaluation = weightsmith.evaluate(
+        "A", "Ties.yml", text="notes.txt", tokens=64, command=command, metric=metric, progress=False
+    )
+    assert evaluation.measured == pytest.approx([total.bits_per_byte for total in evaluation.totals], rel=0.05)
 
 
 @pytest.mark.cpu
@@ -484,13 +486,13 @@ def test_without_a_home_a_folder_must_be_named(work: Path, monkeypatch: pytest.M
 @pytest.mark.slow
 def test_a_text_may_be_a_string_or_several(work: Path) -> None:
     whole = weightsmith.evaluate("a", text="t.txt", tokens=32, progress=False)
-    found = weightsmith.evaluate("a", text=TEXT, tokens=32, progress=False)
-    assert found.scores == whole.scores
-    assert found.texts == (f"'{' '.join(TEXT.split())[:37]}...'",)
+    evaluation = weightsmith.evaluate("a", text=TEXT, tokens=32, progress=False)
+    assert evaluation.scores == whole.scores
+    assert evaluation.texts == (f"'{' '.join(TEXT.split())[:37]}...'",)
     Path("both.jsonl").write_text(f"{json.dumps(TEXT)}\n{json.dumps(TEXT[::-1])}\n")
     documents = weightsmith.evaluate("a", text="both.jsonl", tokens=32, progress=False)
-    found = weightsmith.evaluate("a", text=[TEXT, TEXT[::-1]], tokens=32, progress=False)
-    assert found.scores == documents.scores
+    evaluation = weightsmith.evaluate("a", text=[TEXT, TEXT[::-1]], tokens=32, progress=False)
+    assert evaluation.scores == documents.scores
     mixed = weightsmith.evaluate("a", text=["t.txt", TEXT[::-1]], tokens=32, progress=False)
     assert mixed.texts[0] == "t.txt"
     assert mixed.scores[0][0] == whole.scores[0][0]
@@ -508,18 +510,18 @@ def test_a_string_that_may_be_a_wrong_path_is_not_a_text(work: Path) -> None:
 @pytest.mark.slow
 def test_an_open_model_is_a_model(work: Path) -> None:
     with weightsmith.open_checkpoint("a") as model:
-        found = weightsmith.evaluate(model, "b", text="t.txt", tokens=32, progress=False)
+        evaluation = weightsmith.evaluate(model, "b", text="t.txt", tokens=32, progress=False)
         merged = weightsmith.plan({"merge_method": "linear", "models": [{"model": model}], "parameters": {"weight": 1}})
-    assert found.models == ("a", "b")
+    assert evaluation.models == ("a", "b")
     assert merged.models[0].ref == "a"
 
 
 @pytest.mark.slow
 def test_a_table_has_a_row_for_each_model_and_text(work: Path) -> None:
-    found = weightsmith.evaluate("a", "b", text=["t.txt", "u.txt"], tokens=32, reference="a", progress=False)
-    rows = found.table()
+    evaluation = weightsmith.evaluate("a", "b", text=["t.txt", "u.txt"], tokens=32, reference="a", progress=False)
+    rows = evaluation.table()
     assert [(row["model"], row["text"]) for row in rows] == [(m, t) for m in "ab" for t in ("t.txt", "u.txt")]
-    score = found.scores[1][0]
+    score = evaluation.scores[1][0]
     assert score.divergence is not None
     assert score.change is not None
     assert rows[2] == {

@@ -32,21 +32,21 @@ def test_the_error_of_a_mean_is_that_of_many_samples() -> None:
 def test_a_difference_is_of_rows_in_pairs() -> None:
     """Rows differ by far more than the models do."""
     base = [4.0, 12.0, 30.0, 8.0]
-    own = score_of(losses([x - 0.4 for x in base]), losses(base))
-    assert own.change is not None
-    assert own.change.value == pytest.approx(1 - math.exp(-0.1))
-    assert own.change.error == pytest.approx(0, abs=1e-12)
-    assert (own.change.better, own.change.rows) == (4, 4)
-    assert own.bits_per_byte == pytest.approx(sum(x - 0.4 for x in base) / math.log(2) / 32)
-    assert own.perplexity == pytest.approx(math.exp((54 - 1.6) / 16))
-    assert own.loss.error > 0.5
+    score = score_of(losses([x - 0.4 for x in base]), losses(base))
+    assert score.change is not None
+    assert score.change.value == pytest.approx(1 - math.exp(-0.1))
+    assert score.change.error == pytest.approx(0, abs=1e-12)
+    assert (score.change.better, score.change.rows) == (4, 4)
+    assert score.bits_per_byte == pytest.approx(sum(x - 0.4 for x in base) / math.log(2) / 32)
+    assert score.perplexity == pytest.approx(math.exp((54 - 1.6) / 16))
+    assert score.loss.error > 0.5
 
 
 def test_models_with_other_tokens_are_compared_by_bits_per_byte_alone() -> None:
     first, other = score_of(losses([4.0, 8.0]), None), score_of(losses([4.0, 8.0], 3, "other"), losses([4.0, 8.0]))
     assert other.change is None
-    found = Evaluation(("a", "b"), ("t",), None, ((first,), (other,)), 8, ())
-    assert found.reading == (
+    evaluation = Evaluation(("a", "b"), ("t",), None, ((first,), (other,)), 8, ())
+    assert evaluation.reading == (
         "b and a cut the text into different tokens, so only bits per byte are compared: 1.4427 bits per byte against 1.0820.",
     )
 
@@ -61,8 +61,8 @@ def test_texts_count_the_same_whatever_their_length() -> None:
 
 
 def said(change: Change) -> str:
-    def score(own: Change | None) -> Score:
-        return Score(16, 100, 400, Mean(2.0, 0.1), 7.389, 0.7, None, None, own)
+    def score(change: Change | None) -> Score:
+        return Score(16, 100, 400, Mean(2.0, 0.1), 7.389, 0.7, None, None, change)
 
     return Evaluation(("a", "b"), ("t",), None, ((score(None),), (score(change),)), 8, ()).reading[0]
 

@@ -44,8 +44,8 @@ def weights() -> Tensors:
         shapes |= {f"{layer}mlp.{p}_proj.weight": (INNER, HIDDEN) for p in ("gate", "up")}
         shapes |= {f"{layer}mlp.down_proj.weight": (HIDDEN, INNER), f"{layer}input_layernorm.weight": (HIDDEN,)}
     shapes |= {"model.norm.weight": (HIDDEN,), "lm_head.weight": (TOKENS, HIDDEN)}
-    found = {n: random.standard_normal(s) * 0.02 + (1 if len(s) == 1 else 0) for n, s in shapes.items()}
-    return {name: tensor.astype(ml_dtypes.bfloat16).astype(np.float32) for name, tensor in found.items()}
+    tensors = {n: random.standard_normal(s) * 0.02 + (1 if len(s) == 1 else 0) for n, s in shapes.items()}
+    return {name: tensor.astype(ml_dtypes.bfloat16).astype(np.float32) for name, tensor in tensors.items()}
 
 
 def low_rank(rank: int, seed: int, size: float = 0.03) -> Change:

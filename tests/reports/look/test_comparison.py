@@ -36,11 +36,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
 def deltas(folders: Mapping[str, Path], names: str, tensor: str) -> list[np.ndarray]:
     with weightsmith.open_checkpoint(folders["base"]) as base:
         start = base.read(tensor).astype(np.float32)
-    found = []
+    arrays = []
     for name in names:
         with weightsmith.open_checkpoint(folders[name]) as model:
-            found.append((model.read(tensor).astype(np.float32) - start).astype(np.float64))
-    return found
+            arrays.append((model.read(tensor).astype(np.float32) - start).astype(np.float64))
+    return arrays
 
 
 def compare(folders: Mapping[str, Path], names: str, **options: object) -> weightsmith.Comparison:
@@ -51,32 +51,32 @@ def compare(folders: Mapping[str, Path], names: str, **options: object) -> weigh
 @pytest.mark.slow
 def test_norms_cosines_and_conflicts_are_those_of_the_deltas(folders: Mapping[str, Path]) -> None:
     torch = pytest.importorskip("torch")
-    found = compare(folders, "abc")
-    for tensor in found.tensors:
-        own = [torch.from_numpy(d).reshape(-1) for d in deltas(folders, "abc", tensor.name)]
-        assert tensor.norms == pytest.approx([float(d.norm()) for d in own], rel=1e-6)
-        for (i, j), cosine in zip(found.pairs, tensor.cosines, strict=True):
-            norms = float(own[i].norm() * own[j].norm())
-            assert (cosine == pytest.approx(float(own[i] @ own[j]) / norms, abs=1e-6)) if norms else np.isnan(cosine)
-        signs = torch.stack([d.sign() for d in own])
+    comparison = compare(folders, "abc")
+    for tensor in comparison.tensors:
+        flat = [torch.from_numpy(d).reshape(-1) for d in deltas(folders, "abc", tensor.name)]
+        assert tensor.norms == pytest.approx([float(d.norm()) for d in flat], rel=1e-6)
+        for (i, j), cosine in zip(comparison.pairs, tensor.cosines, strict=True):
+            norms = float(flat[i].norm() * flat[j].norm())
+            assert (cosine == pytest.approx(float(flat[i] @ flat[j]) / norms, abs=1e-6)) if norms else np.isnan(cosine)
+        signs = torch.stack([d.sign() for d in flat])
         assert tensor.shared == int(((signs != 0).sum(0) > 1).sum())
         assert tensor.conflicts == int(((signs > 0).any(0) & (signs < 0).any(0)).sum())
 
 
 @pytest.mark.slow
 def test_overlaps_are_of_the_largest_hundredth(folders: Mapping[str, Path]) -> None:
-    found = {tensor.name: tensor for tensor in compare(folders, "abc").tensors}[UP]
-    own = [np.abs(d).reshape(-1) for d in deltas(folders, "abc", UP)]
-    large = [d >= np.sort(d)[-round(0.01 * d.size)] for d in own]
+    up_projection = {tensor.name: tensor for tensor in compare(folders, "abc").tensors}[UP]
+    flat = [np.abs(d).reshape(-1) for d in deltas(folders, "abc", UP)]
+    large = [d >= np.sort(d)[-round(0.01 * d.size)] for d in flat]
     expected = [(large[i] & large[j]).sum() / large[i].sum() for i, j in ((0, 1), (0, 2), (1, 2))]
-    assert found.overlaps == pytest.approx(expected, abs=0.02)
-    assert found.overlaps[1] == pytest.approx(1, abs=0.05)
+    assert up_projection.overlaps == pytest.approx(expected, abs=0.02)
+    assert up_projection.overlaps[1] == pytest.approx(1, abs=0.05)
 
 
 @pytest.mark.slow
 def test_subspaces_are_those_of_the_leading_singular_vectors(folders: Mapping[str, Path]) -> None:
-    found = compare(folders, "abd")
-    for tensor in found.tensors:
+    comparison = compare(folders, "abd")
+    for tensor in comparison.tensors:
         if not is_linear(tensor.name):
             assert np.isnan(tensor.subspaces).all()
             continue
@@ -88,14 +88,14 @@ def test_subspaces_are_those_of_the_leading_singular_vectors(folders: Mapping[st
 
 @pytest.mark.slow
 def test_layers_parts_and_the_total_are_sums(folders: Mapping[str, Path]) -> None:
-    found = compare(folders, "ab")
-    for groups in (found.layers, found.parts, [found.total]):
-        assert sum(group.tensors for group in groups) == len(found.tensors)
-        assert sum(group.conflicts for group in groups) == sum(tensor.conflicts for tensor in found.tensors)
-    parts = [[d.reshape(-1) for d in deltas(folders, "ab", tensor.name)] for tensor in found.tensors]
-    a, b = (np.concatenate(own) for own in zip(*parts, strict=True))
-    assert found.total.cosines[0] == pytest.approx(a @ b / np.linalg.norm(a) / np.linalg.norm(b), abs=1e-6)
-    assert [group.name for group in found.layers][1:] == [f"model.layers.{i}" for i in range(LAYERS)]
+    comparison = compare(folders, "ab")
+    for groups in (comparison.layers, comparison.parts, [comparison.total]):
+        assert sum(group.tensors for group in groups) == len(comparison.tensors)
+        assert sum(group.conflicts for group in groups) == sum(tensor.conflicts for tensor in comparison.tensors)
+    parts = [[d.reshape(-1) for d in deltas(folders, "ab", tensor.name)] for tensor in comparison.tensors]
+    a, b = (np.concatenate(pieces) for pieces in zip(*parts, strict=True))
+    assert comparison.total.cosines[0] == pytest.approx(a @ b / np.linalg.norm(a) / np.linalg.norm(b), abs=1e-6)
+    assert [group.name for group in comparison.layers][1:] == [f"model.layers.{i}" for i in range(LAYERS)]
 
 
 @pytest.mark.matrix
@@ -130,13 +130,13 @@ def test_a_product_that_does_not_fit_its_steps_is_rejected() -> None:
 
 @pytest.mark.slow
 def test_a_table_has_a_row_for_each_group(folders: Mapping[str, Path]) -> None:
-    found = compare(folders, "abc")
-    rows = found.table()
-    assert [row["name"] for row in rows] == [tensor.name for tensor in found.tensors]
+    comparison = compare(folders, "abc")
+    rows = comparison.table()
+    assert [row["name"] for row in rows] == [tensor.name for tensor in comparison.tensors]
     a, _, c = (str(folders[name]) for name in "abc")
-    assert rows[3][f"norm {a}"] == found.tensors[3].norms[0]
-    assert rows[3][f"cosine {a}, {c}"] == found.tensors[3].cosines[1]
-    assert [row["name"] for row in found.table(by="layer")] == [layer.name for layer in found.layers]
-    assert len(found.table("part")) == len(found.parts)
+    assert rows[3][f"norm {a}"] == comparison.tensors[3].norms[0]
+    assert rows[3][f"cosine {a}, {c}"] == comparison.tensors[3].cosines[1]
+    assert [row["name"] for row in comparison.table(by="layer")] == [layer.name for layer in comparison.layers]
+    assert len(comparison.table("part")) == len(comparison.parts)
     with pytest.raises(ParameterError, match="by must be one of tensor, layer, part, not 'modul'"):
-        found.table("modul")  # type: ignore[arg-type]
+        comparison.table("modul")  # type: ignore[arg-type]

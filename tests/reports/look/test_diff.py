@@ -40,9 +40,9 @@ def stored(folder: Path, name: str) -> np.ndarray:
 @pytest.mark.parametrize("change", [low_rank(8, 0), trained], ids=["low rank", "full rank"])
 def test_numbers_are_torchs_in_float64(base: Path, tmp_path: Path, change: object) -> None:
     torch = pytest.importorskip("torch")
-    found = diff(base, changed(tmp_path / "b", change))  # type: ignore[arg-type]
-    assert [tensor.name for tensor in found.tensors] == list(weightsmith.open_checkpoint(base).specs)
-    for tensor in found.tensors:
+    difference = diff(base, changed(tmp_path / "b", change))  # type: ignore[arg-type]
+    assert [tensor.name for tensor in difference.tensors] == list(weightsmith.open_checkpoint(base).specs)
+    for tensor in difference.tensors:
         a, b = (torch.from_numpy(stored(folder, tensor.name)) for folder in (base, tmp_path / "b"))
         delta = b - a
         assert tensor.delta == pytest.approx(float(delta.norm()), rel=1e-9)
@@ -66,15 +66,15 @@ def test_numbers_are_torchs_in_float64(base: Path, tmp_path: Path, change: objec
 
 @pytest.mark.slow
 def test_layers_parts_and_the_total_are_sums_of_tensors(base: Path, tmp_path: Path) -> None:
-    found = diff(base, changed(tmp_path / "b", trained))
-    tensors = found.tensors
-    for groups in (found.layers, found.parts, [found.total]):
+    difference = diff(base, changed(tmp_path / "b", trained))
+    tensors = difference.tensors
+    for groups in (difference.layers, difference.parts, [difference.total]):
         assert sum(group.tensors for group in groups) == len(tensors)
         assert math.sqrt(sum(group.delta**2 for group in groups)) == pytest.approx(math.sqrt(sum(t.delta**2 for t in tensors)))
-    assert [group.name for group in found.layers] == ["outside the layers", *(f"model.layers.{i}" for i in range(LAYERS))]
+    assert [group.name for group in difference.layers] == ["outside the layers", *(f"model.layers.{i}" for i in range(LAYERS))]
     a, b = (np.concatenate([stored(f, t.name).reshape(-1) for t in tensors]) for f in (base, tmp_path / "b"))
-    assert found.total.cosine == pytest.approx(a @ b / np.linalg.norm(a) / np.linalg.norm(b), abs=1e-9)
-    assert found.total.changed_share == pytest.approx((a != b).mean())
+    assert difference.total.cosine == pytest.approx(a @ b / np.linalg.norm(a) / np.linalg.norm(b), abs=1e-9)
+    assert difference.total.changed_share == pytest.approx((a != b).mean())
 
 
 @pytest.mark.matrix
@@ -90,17 +90,17 @@ def test_rows_of_the_embedding_that_moved_most_have_their_tokens(base: Path, tmp
     moved = {7: 0.5, 123: 0.25, TOKENS - 1: 1.0}
     for row, share in moved.items():
         tensors["model.embed_tokens.weight"][row] *= 1 + share
-    found = diff(base, save(tmp_path / "b", tensors, np.float32))
-    assert [(row.row, row.token) for row in found.moved] == [(TOKENS - 1, f"t{TOKENS - 1}"), (7, "t7"), (123, "t123")]
-    assert [row.share for row in found.moved] == pytest.approx([1.0, 0.5, 0.25], rel=1e-5)
+    difference = diff(base, save(tmp_path / "b", tensors, np.float32))
+    assert [(row.row, row.token) for row in difference.moved] == [(TOKENS - 1, f"t{TOKENS - 1}"), (7, "t7"), (123, "t123")]
+    assert [row.share for row in difference.moved] == pytest.approx([1.0, 0.5, 0.25], rel=1e-5)
 
 
 def test_nan_is_reported_and_not_an_error(base: Path, tmp_path: Path) -> None:
     tensors = weights()
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = np.nan
-    found = diff(base, save(tmp_path / "b", tensors))
-    assert found.reading[0] == "B has NaN in 1 element of 1 tensor, the first model.layers.1.mlp.up_proj.weight."
-    assert json.loads(json.dumps(found.to_json(), allow_nan=False))["tensors"]
+    difference = diff(base, save(tmp_path / "b", tensors))
+    assert difference.reading[0] == "B has NaN in 1 element of 1 tensor, the first model.layers.1.mlp.up_proj.weight."
+    assert json.loads(json.dumps(difference.to_json(), allow_nan=False))["tensors"]
 
 
 # ---- words
@@ -108,17 +108,17 @@ def test_nan_is_reported_and_not_an_error(base: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_low_rank_adapter(base: Path, tmp_path: Path) -> None:
-    found = diff(base, changed(tmp_path / "b", low_rank(8, 0)))
-    assert found.reading[0].startswith("A change of low rank, as LoRA makes it, or a merge of such models: rank ")
-    assert {t.leading.rank for t in found.tensors if t.leading} <= {8, 9}
-    assert "in all linear layers of all layers" in found.reading[0]
-    assert "The embedding is frozen: not one of its elements differs." in found.reading
+    difference = diff(base, changed(tmp_path / "b", low_rank(8, 0)))
+    assert difference.reading[0].startswith("A change of low rank, as LoRA makes it, or a merge of such models: rank ")
+    assert {t.leading.rank for t in difference.tensors if t.leading} <= {8, 9}
+    assert "in all linear layers of all layers" in difference.reading[0]
+    assert "The embedding is frozen: not one of its elements differs." in difference.reading
 
 
 def test_a_low_rank_adapter_of_some_layers(base: Path, tmp_path: Path) -> None:
     def change(name: str, tensor: np.ndarray) -> np.ndarray:
-        wanted = any(f"layers.{i}.self_attn.{p}_proj" in name for i in (2, 3) for p in "qv")
-        return low_rank(4, 0)(name, tensor) * wanted
+        adapted = any(f"layers.{i}.self_attn.{p}_proj" in name for i in (2, 3) for p in "qv")
+        return low_rank(4, 0)(name, tensor) * adapted
 
     (kind, *_) = diff(base, changed(tmp_path / "b", change, np.float32)).reading
     assert kind.endswith("rank 4 in self_attn.q_proj and self_attn.v_proj of layers 2 to 3.")
@@ -136,11 +136,11 @@ def test_some_experts_are_counted(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_full_fine_tune(base: Path, tmp_path: Path) -> None:
-    found = diff(base, changed(tmp_path / "b", trained))
-    assert found.reading[0].startswith(
+    difference = diff(base, changed(tmp_path / "b", trained))
+    assert difference.reading[0].startswith(
         "A change of full rank, or of a rank above 64, as full fine-tuning makes it: all tensors of all layers;"
     )
-    assert not any("frozen" in sentence for sentence in found.reading)
+    assert not any("frozen" in sentence for sentence in difference.reading)
 
 
 @pytest.mark.slow
@@ -148,10 +148,10 @@ def test_a_full_fine_tune_with_frozen_embeddings(base: Path, tmp_path: Path) -> 
     def change(name: str, tensor: np.ndarray) -> np.ndarray:
         return trained(name, tensor) * ("embed" not in name)
 
-    found = diff(base, changed(tmp_path / "b", change))
-    assert found.reading[0].startswith("A change of full rank")
-    assert "The embedding is frozen: not one of its elements differs." in found.reading
-    assert not any("head is frozen" in sentence for sentence in found.reading)
+    difference = diff(base, changed(tmp_path / "b", change))
+    assert difference.reading[0].startswith("A change of full rank")
+    assert "The embedding is frozen: not one of its elements differs." in difference.reading
+    assert not any("head is frozen" in sentence for sentence in difference.reading)
 
 
 @pytest.mark.slow
@@ -165,16 +165,16 @@ def test_a_merge_of_adapters_says_so_by_rank_and_by_its_card(base: Path, tmp_pat
         "dtype": "float32",
     }
     weightsmith.merge(recipe, tmp_path / "merged", progress=False)
-    found = diff(base, tmp_path / "merged")
-    assert "rank 12 in all linear layers" in found.reading[0]
-    assert any(sentence.startswith("The card of B says that it is a merge") for sentence in found.reading)
+    difference = diff(base, tmp_path / "merged")
+    assert "rank 12 in all linear layers" in difference.reading[0]
+    assert any(sentence.startswith("The card of B says that it is a merge") for sentence in difference.reading)
 
 
 def test_the_same_model_under_another_name(base: Path, tmp_path: Path) -> None:
-    found = diff(base, save(tmp_path / "other", weights()))
-    assert found.reading == ("The same weights: every tensor that both have is equal in every element.",)
-    assert found.total.cosine == 1
-    assert found.total.share == 0
+    difference = diff(base, save(tmp_path / "other", weights()))
+    assert difference.reading == ("The same weights: every tensor that both have is equal in every element.",)
+    assert difference.total.cosine == 1
+    assert difference.total.share == 0
 
 
 @pytest.mark.slow
@@ -199,8 +199,8 @@ def test_files_that_differ(base: Path, tmp_path: Path) -> None:
     vocabulary["new"] = vocabulary.pop("t299")
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     (other / "chat_template.jinja").write_text("{{ messages }}")
-    found = diff(base, other)
-    assert found.reading[1:] == (
+    difference = diff(base, other)
+    assert difference.reading[1:] == (
         "config.json differs in rope_theta.",
         "The tokenizers differ: 1 token that only B has, 1 token that only A has, 2 tokens with another id.",
         "Only B has a chat template.",
@@ -213,19 +213,19 @@ def test_tensors_that_cannot_be_compared_are_named(base: Path, tmp_path: Path) -
     tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"][:-1]
     tensors["model.extra.weight"] = np.ones(3, np.float32)
     tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:-20]
-    found = diff(base, save(tmp_path / "b", tensors))
-    assert found.only_a == ("model.layers.0.mlp.up_proj.weight",)
-    assert found.only_b == ("model.extra.weight",)
-    assert found.different == (("model.layers.1.mlp.up_proj.weight", ("[320, 160] BF16", "[319, 160] BF16")),)
-    (embedding,) = (tensor for tensor in found.tensors if tensor.place.part == "embed_tokens")
+    difference = diff(base, save(tmp_path / "b", tensors))
+    assert difference.only_a == ("model.layers.0.mlp.up_proj.weight",)
+    assert difference.only_b == ("model.extra.weight",)
+    assert difference.different == (("model.layers.1.mlp.up_proj.weight", ("[320, 160] BF16", "[319, 160] BF16")),)
+    (embedding,) = (tensor for tensor in difference.tensors if tensor.place.part == "embed_tokens")
     assert (embedding.shape, embedding.changed) == ((TOKENS - 20, 160), 0)
 
 
 def test_integers_are_compared_element_by_element(tmp_path: Path) -> None:
     a = {"steps": np.arange(101, dtype=np.int32), "small": np.arange(3, dtype=np.uint8)}
     b = {"steps": np.where(a["steps"] % 10 == 3, -1, a["steps"]).astype(np.int32), "small": a["small"]}
-    found = diff(write_checkpoint(tmp_path / "a", a), write_checkpoint(tmp_path / "b", b))
-    assert {tensor.name: tensor.changed for tensor in found.tensors} == {"steps": 10, "small": 0}
+    difference = diff(write_checkpoint(tmp_path / "a", a), write_checkpoint(tmp_path / "b", b))
+    assert {tensor.name: tensor.changed for tensor in difference.tensors} == {"steps": 10, "small": 0}
 
 
 @pytest.mark.slow
@@ -237,28 +237,28 @@ def test_pickled_weights_and_adapters_are_read_like_any_others(base: Path, tmp_p
     assert diff(base, tmp_path / "bin").reading[0].startswith("The same weights")
     tuned = changed(tmp_path / "tuned", low_rank(8, 0), np.float32)
     weightsmith.extract_lora(tuned, base, tmp_path / "adapter", max_rank=8, out_dtype="float32", progress=False)
-    found = diff(base, f"{base}+{tmp_path / 'adapter'}")  # type: ignore[arg-type]
-    assert {t.leading.rank for t in found.tensors if t.leading} == {8}
-    assert found.total.delta == pytest.approx(diff(base, tuned).total.delta, rel=1e-4)
+    difference = diff(base, f"{base}+{tmp_path / 'adapter'}")  # type: ignore[arg-type]
+    assert {t.leading.rank for t in difference.tensors if t.leading} == {8}
+    assert difference.total.delta == pytest.approx(diff(base, tuned).total.delta, rel=1e-4)
 
 
 @pytest.mark.parametrize("where", [np.s_[:2, 5], np.s_[::2]], ids=["in the projection", "in the sketch"])
 def test_sums_that_overflow_leave_the_spectrum_unknown(base: Path, tmp_path: Path, where: object) -> None:
     tensors = weights()
     tensors["model.layers.1.mlp.up_proj.weight"][where] = 3e38
-    found = diff(base, save(tmp_path / "b", tensors, np.float32), tensors=["*layers.1.mlp.up*"])
-    (tensor,) = found.tensors
+    difference = diff(base, save(tmp_path / "b", tensors, np.float32), tensors=["*layers.1.mlp.up*"])
+    (tensor,) = difference.tensors
     assert tensor.delta > 1e38
     assert tensor.leading is not None
     assert (tensor.leading.rank, tuple(tensor.leading.values), tensor.rank) == (None, (), Mark.UNDEFINED)
-    json.dumps(found.to_json(), allow_nan=False)
+    json.dumps(difference.to_json(), allow_nan=False)
 
 
 @pytest.mark.slow
 def test_globs_choose_tensors(base: Path, tmp_path: Path) -> None:
     other = changed(tmp_path / "b", trained)
-    found = diff(base, other, tensors=["*.mlp.up*", "model.norm.weight"])
-    assert [t.name for t in found.tensors] == [
+    difference = diff(base, other, tensors=["*.mlp.up*", "model.norm.weight"])
+    assert [t.name for t in difference.tensors] == [
         *(f"model.layers.{i}.mlp.up_proj.weight" for i in range(LAYERS)),
         "model.norm.weight",
     ]

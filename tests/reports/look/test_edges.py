@@ -37,9 +37,9 @@ def product(rows: int, cols: int, rank: int, seed: int = 0) -> np.ndarray:
 
 
 def put(tensor: np.ndarray, *values: float) -> np.ndarray:
-    found = tensor.copy()
-    found.reshape(-1)[: len(values)] = values
-    return found
+    copied = tensor.copy()
+    copied.reshape(-1)[: len(values)] = values
+    return copied
 
 
 ONE = normal(24, 24, seed=1)
@@ -136,12 +136,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def found(folders: tuple[Path, Path]) -> weightsmith.Difference:
+def difference(folders: tuple[Path, Path]) -> weightsmith.Difference:
     return weightsmith.diff(*folders, progress=False)
 
 
-def tensor_of(found: weightsmith.Difference, case: str) -> TensorDifference:
-    (tensor,) = (tensor for tensor in found.tensors if tensor.name == NAMES.get(case, case))
+def tensor_of(difference: weightsmith.Difference, case: str) -> TensorDifference:
+    (tensor,) = (tensor for tensor in difference.tensors if tensor.name == NAMES.get(case, case))
     return tensor
 
 
@@ -159,8 +159,8 @@ def same(mine: float, true: float, **tolerance: float) -> bool:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_tensor_as_the_oracle_has_it(found: weightsmith.Difference, case: str) -> None:
-    mine, (a, b) = tensor_of(found, case), (x.astype(np.float64) for x in CASES[case])
+def test_a_tensor_as_the_oracle_has_it(difference: weightsmith.Difference, case: str) -> None:
+    mine, (a, b) = tensor_of(difference, case), (x.astype(np.float64) for x in CASES[case])
     counts = tuple(NonFiniteCounts.of(int(np.isnan(x).sum()), int(np.isinf(x).sum())) for x in (a, b))
     differs = (a != b) & ~(np.isnan(a) & np.isnan(b))
     assert mine.nonfinite == counts
@@ -186,19 +186,19 @@ def test_a_tensor_as_the_oracle_has_it(found: weightsmith.Difference, case: str)
         assert mine.low_rank is (2 * mine.rank <= min(a.shape))
 
 
-def test_vectors_have_no_rank_and_empty_tensors_are_left_out(found: weightsmith.Difference) -> None:
-    assert tensor_of(found, "model.norm.weight").rank is Mark.NOTHING
-    assert tensor_of(found, "model.other.weight").rank is Mark.NOTHING
-    assert "model.empty.weight" not in {tensor.name for tensor in found.tensors}
+def test_vectors_have_no_rank_and_empty_tensors_are_left_out(difference: weightsmith.Difference) -> None:
+    assert tensor_of(difference, "model.norm.weight").rank is Mark.NOTHING
+    assert tensor_of(difference, "model.other.weight").rank is Mark.NOTHING
+    assert "model.empty.weight" not in {tensor.name for tensor in difference.tensors}
 
 
-def test_totals_are_of_the_finite_tensors_and_say_so(found: weightsmith.Difference) -> None:
-    own = [tensor for tensor in found.tensors if tensor.measured]
-    total = found.total
-    assert (total.tensors, total.measured) == (len(found.tensors), len(own))
+def test_totals_are_of_the_finite_tensors_and_say_so(difference: weightsmith.Difference) -> None:
+    measured = [tensor for tensor in difference.tensors if tensor.measured]
+    total = difference.total
+    assert (total.tensors, total.measured) == (len(difference.tensors), len(measured))
     assert total.measured < total.tensors
-    assert total.delta == pytest.approx(math.hypot(*(t.delta for t in own)))
-    assert total.a == pytest.approx(math.hypot(*(t.a for t in own)))
+    assert total.delta == pytest.approx(math.hypot(*(t.delta for t in measured)))
+    assert total.a == pytest.approx(math.hypot(*(t.a for t in measured)))
     in_a, in_b = total.nonfinite
     pairs = [*CASES.values(), *VECTORS.values()]
     for mine, k in ((in_a, 0), (in_b, 1)):
@@ -206,11 +206,11 @@ def test_totals_are_of_the_finite_tensors_and_say_so(found: weightsmith.Differen
         assert mine.nan_tensors == sum(bool(np.isnan(pair[k]).any()) for pair in pairs)
         assert mine.infinities == sum(int(np.isinf(pair[k]).sum()) for pair in pairs)
         assert mine.infinite_tensors == sum(bool(np.isinf(pair[k]).any()) for pair in pairs)
-    assert f"A has {in_a}, the first {NAMES['NaN in A']}." in found.reading
-    assert f"B has {in_b}, the first {NAMES['NaN in B']}." in found.reading
+    assert f"A has {in_a}, the first {NAMES['NaN in A']}." in difference.reading
+    assert f"B has {in_b}, the first {NAMES['NaN in B']}." in difference.reading
     beyond = f"Too large or too small to be measured: {len(UNDEFINED)} tensors, the first {NAMES['a delta beyond float32']}."
-    assert beyond in found.reading
-    assert "Norms and cosines of several tensors leave them out." in found.reading
+    assert beyond in difference.reading
+    assert "Norms and cosines of several tensors leave them out." in difference.reading
 
 
 def test_the_cosine_of_finite_tensors_is_theirs_whatever_the_others_hold(tmp_path: Path) -> None:
@@ -350,24 +350,24 @@ def test_task_vectors_are_compared_in_the_finite_tensors(folders: tuple[Path, Pa
     assert {tensor.name for tensor in mine.tensors} == set(NAMES.values())
     grams = np.zeros((2, 2))
     for case, (x, y) in CASES.items():
-        (own,) = (tensor for tensor in mine.tensors if tensor.name == NAMES[case])
+        (tensor,) = (tensor for tensor in mine.tensors if tensor.name == NAMES[case])
         counts = tuple(NonFiniteCounts.of(int(np.isnan(t).sum()), int(np.isinf(t).sum())) for t in (x, y))
-        assert own.nonfinite == (*counts, NonFiniteCounts())
+        assert tensor.nonfinite == (*counts, NonFiniteCounts())
         undefined = any(counts) or case in ("a delta beyond float32", "squares beyond float64")
-        assert own.measured == (not undefined)
+        assert tensor.measured == (not undefined)
         if undefined:
-            assert np.isnan([*own.norms, *own.cosines]).all()
-            assert math.isnan(own.conflict_share)
+            assert np.isnan([*tensor.norms, *tensor.cosines]).all()
+            assert math.isnan(tensor.conflict_share)
             continue
         z = normal(*x.shape, seed=77)
         d = np.stack([(t.astype(np.float64) - x).reshape(-1) for t in (y, z)])
         grams += d @ d.T
         norms = np.sqrt(np.square(d).sum(1))
-        assert own.norms == pytest.approx(norms, rel=1e-6, abs=0)
+        assert tensor.norms == pytest.approx(norms, rel=1e-6, abs=0)
         if all(norms):
-            assert own.cosines[0] == pytest.approx(float(d[0] @ d[1]) / norms[0] / norms[1], abs=1e-6)
+            assert tensor.cosines[0] == pytest.approx(float(d[0] @ d[1]) / norms[0] / norms[1], abs=1e-6)
         else:
-            assert math.isnan(own.cosines[0])
+            assert math.isnan(tensor.cosines[0])
     total = mine.total
     assert total.norms == pytest.approx(np.sqrt(np.diag(grams)), rel=1e-6)
     assert total.cosines[0] == pytest.approx(grams[0, 1] / math.sqrt(grams[0, 0]) / math.sqrt(grams[1, 1]), abs=1e-6)
@@ -386,17 +386,21 @@ def test_statistics_are_of_the_finite_elements(folders: tuple[Path, Path], which
     by_name = {tensor.name: tensor for tensor in mine.statistics}
     assert "model.empty.weight" not in by_name
     for case, pair in CASES.items():
-        x, own = pair[which].astype(np.float64).reshape(-1), by_name[NAMES[case]]
+        x, statistics = pair[which].astype(np.float64).reshape(-1), by_name[NAMES[case]]
         finite = x[np.isfinite(x)]
-        assert (own.nans, own.infinities, own.zeros) == (np.isnan(x).sum(), np.isinf(x).sum(), (x == 0).sum())
+        assert (statistics.nans, statistics.infinities, statistics.zeros) == (
+            np.isnan(x).sum(),
+            np.isinf(x).sum(),
+            (x == 0).sum(),
+        )
         if not finite.size or case == "squares beyond float64":
-            assert np.isnan([own.norm, own.mean, own.deviation]).all()
+            assert np.isnan([statistics.norm, statistics.mean, statistics.deviation]).all()
             continue
-        assert (own.low, own.high) == (finite.min(), finite.max())
-        assert own.mean == pytest.approx(finite.mean(), rel=1e-6)
+        assert (statistics.low, statistics.high) == (finite.min(), finite.max())
+        assert statistics.mean == pytest.approx(finite.mean(), rel=1e-6)
         if case != "squares below float64":
-            assert own.norm == pytest.approx(norm(finite), rel=1e-9, abs=0)
-            assert own.deviation == pytest.approx(finite.std(), rel=1e-6, abs=0)
+            assert statistics.norm == pytest.approx(norm(finite), rel=1e-9, abs=0)
+            assert statistics.deviation == pytest.approx(finite.std(), rel=1e-6, abs=0)
     json.dumps(mine.to_json(), allow_nan=False)
     to_html(inspection_report(mine))
 
@@ -430,13 +434,13 @@ def test_a_preview_says_where_the_merge_stops_and_measures_the_rest(tmp_path: Pa
     assert f"the merge will stop with an error at {names[0]}; the numbers leave such tensors out" in warned
     assert f"{tmp_path / 'a'} has NaN in 1 element of 1 tensor and infinities in 1 element of 1 tensor" in warned
     deltas = {n: [x[n].astype(np.float64) - base[n] for x in (a, b)] for n in names[2:4]}
-    merged = {n: 0.5 * sum(own) for n, own in deltas.items()}
+    merged = {n: 0.5 * sum(per_model) for n, per_model in deltas.items()}
     total = mine.total
     assert (total.tensors, total.measured) == (5, 2)
     assert total.delta == pytest.approx(norm(np.stack([*merged.values()])), rel=1e-5)
     for k, kept in enumerate(total.models):
         assert kept is not None
-        d, m = (np.stack(list(x)) for x in ((own[k] for own in deltas.values()), merged.values()))
+        d, m = (np.stack(list(x)) for x in ((per_model[k] for per_model in deltas.values()), merged.values()))
         least = np.where(d * m > 0, np.minimum(np.abs(d), np.abs(m)), 0)
         assert kept.norm == pytest.approx(norm(d), rel=1e-5)
         assert kept.survives == pytest.approx(float(np.square(least).sum() / np.square(d).sum()), rel=1e-4)
@@ -454,11 +458,11 @@ def test_a_preview_says_where_the_merge_stops_and_measures_the_rest(tmp_path: Pa
 # ---- what is shown
 
 
-def test_a_page_has_one_mark_for_each_reason_and_no_number_that_is_none(found: weightsmith.Difference) -> None:
-    page = difference_report(found)
+def test_a_page_has_one_mark_for_each_reason_and_no_number_that_is_none(difference: weightsmith.Difference) -> None:
+    page = difference_report(difference)
     moved, ranks = (block for block in page.blocks if isinstance(block, HeatMap))
     for case, i in zip(CASES, range(len(CASES)), strict=True):
-        tensor, cell, rank = tensor_of(found, case), moved.values[0][i], ranks.values[0][i]
+        tensor, cell, rank = tensor_of(difference, case), moved.values[0][i], ranks.values[0][i]
         assert rank == tensor.rank
         if not tensor.changed:
             assert cell is Mark.SAME

@@ -31,18 +31,18 @@ def maps(page: Report) -> dict[str, HeatMap]:
 
 
 def table(page: Report, name: str) -> Table:
-    (found,) = (block for block in page.blocks if isinstance(block, Table) and name in (block.name, block.title))
-    return found
+    (block,) = (block for block in page.blocks if isinstance(block, Table) and name in (block.name, block.title))
+    return block
 
 
 @pytest.mark.slow
 def test_a_difference_by_layer_and_part(base: Path, tmp_path: Path) -> None:
-    found = weightsmith.diff(base, changed(tmp_path / "b", low_rank(8, 0)), progress=False)
-    page = difference_report(found)
-    assert page.summary == found.reading
+    difference = weightsmith.diff(base, changed(tmp_path / "b", low_rank(8, 0)), progress=False)
+    page = difference_report(difference)
+    assert page.summary == difference.reading
     moved, ranks = maps(page).values()
     assert (moved.prefix, moved.columns) == ("model.layers.", tuple(map(str, range(LAYERS))))
-    tensors = {tensor.place: tensor for tensor in found.tensors}
+    tensors = {tensor.place: tensor for tensor in difference.tensors}
     for place, tensor in tensors.items():
         if place.stack:
             i, j = moved.rows.index(place.part), moved.columns.index(str(place.layer))
@@ -53,10 +53,10 @@ def test_a_difference_by_layer_and_part(base: Path, tmp_path: Path) -> None:
         (tensor.name, (place.group, place.part)) for place, tensor in tensors.items()
     ]
     by_layer, spectra = (block for block in page.blocks if isinstance(block, Curves))
-    assert by_layer.series[0][1] == pytest.approx([group.share for group in found.layers[1:]])
+    assert by_layer.series[0][1] == pytest.approx([group.share for group in difference.layers[1:]])
     assert len({name.split(".", 3)[3] for name, _ in spectra.series}) == len(spectra.series) == 7
     assert all(values[6] > 10 * values[12] for _, values in spectra.series)  # a step at rank 8
-    assert page.to_json() == found.to_json()
+    assert page.to_json() == difference.to_json()
     to_html(page)
 
 
@@ -85,29 +85,29 @@ def test_an_inspection_with_and_without_statistics(base: Path) -> None:
     assert len(table(plain, "tensors").rows) == len(weights())
     page = inspection_report(weightsmith.inspect(base, stats=True, progress=False))
     deviation = maps(page)["Standard deviation"]
-    own = weights()["model.layers.2.self_attn.q_proj.weight"].astype(np.float64)
-    assert deviation.values[deviation.rows.index("self_attn.q_proj")][2] == pytest.approx(own.std(), rel=1e-6)
+    weight = weights()["model.layers.2.self_attn.q_proj.weight"].astype(np.float64)
+    assert deviation.values[deviation.rows.index("self_attn.q_proj")][2] == pytest.approx(weight.std(), rel=1e-6)
     peak = maps(page)["Largest element"]
-    assert peak.values[peak.rows.index("self_attn.q_proj")][2] == pytest.approx(np.abs(own).max() / own.std(), rel=1e-6)
+    assert peak.values[peak.rows.index("self_attn.q_proj")][2] == pytest.approx(np.abs(weight).max() / weight.std(), rel=1e-6)
     to_html(plain), to_html(page)
 
 
 @pytest.mark.slow
 def test_task_vectors_by_pair(base: Path, tmp_path: Path) -> None:
     models = [changed(tmp_path / name, low_rank(4, seed)) for seed, name in enumerate("xyz")]
-    found = weightsmith.diff(*models, base=base, progress=False)
-    page = comparison_report(found)
+    difference = weightsmith.diff(*models, base=base, progress=False)
+    page = comparison_report(difference)
     conflicts = maps(page)["Conflicts of signs"]
     cosine = maps(page)["Cosine of A and C"]
-    for tensor in found.tensors:
+    for tensor in difference.tensors:
         if tensor.place is not None and tensor.place.stack:
             i, j = cosine.rows.index(tensor.place.part), cosine.columns.index(str(tensor.place.layer))
             assert conflicts.values[i][j] == (pytest.approx(tensor.conflict_share) if tensor.shared else Mark.NOTHING)
             assert cosine.values[i][j] == (pytest.approx(tensor.cosines[1]) if tensor.norms[0] else Mark.NOTHING)
     assert [row[:2] for row in table(page, "Pairs").rows] == [
-        (pair, found.total.cosines[k]) for k, pair in enumerate(("A and B", "A and C", "B and C"))
+        (pair, difference.total.cosines[k]) for k, pair in enumerate(("A and B", "A and C", "B and C"))
     ]
-    assert page.to_json() == found.to_json()
+    assert page.to_json() == difference.to_json()
     to_html(page)
 
 
@@ -118,17 +118,19 @@ def test_a_preview_by_model(base: Path, tmp_path: Path) -> None:
         for s, (n, w) in enumerate({"x": 1, "y": 0.2}.items())
     ]
     recipe = {"merge_method": "task_arithmetic", "base_model": str(base), "models": models}
-    found = weightsmith.preview(recipe, progress=False)
-    page = preview_report(found)
+    previewed = weightsmith.preview(recipe, progress=False)
+    page = preview_report(previewed)
     x, y = maps(page)["What survives of A"], maps(page)["What survives of B"]
-    kept = dict(found.cells)
+    kept = dict(previewed.cells)
     for place, group in kept.items():
         if place.stack and is_linear(place.part):
             i, j = x.rows.index(place.part), x.columns.index(str(place.layer))
             assert [m.values[i][j] for m in (x, y)] == [m.survives for m in group.models if m is not None]
-    assert sum(group.elements for group in kept.values()) == found.elements
-    assert [row[1] for row in table(page, "What survives of the models").rows] == [m.survives for m in found.total.models if m]
-    summary = found.summary
+    assert sum(group.elements for group in kept.values()) == previewed.elements
+    assert [row[1] for row in table(page, "What survives of the models").rows] == [
+        m.survives for m in previewed.total.models if m
+    ]
+    summary = previewed.summary
     assert page.to_json()["merge"] == {
         "read_bytes_at_most": summary.read_bytes,
         "write_bytes": weightsmith.plan(recipe).summary().write_bytes,
@@ -142,14 +144,14 @@ def test_a_preview_by_model(base: Path, tmp_path: Path) -> None:
 def test_the_numbers_of_a_report_are_those_that_torch_computes(base: Path, tmp_path: Path) -> None:
     """The first screen's, a map's, and the histogram and the singular values of the drawer, from the page's own data."""
     torch = pytest.importorskip("torch")
-    found = weightsmith.diff(base, changed(tmp_path / "b", low_rank(8, 0)), progress=False)
-    page = difference_report(found)
+    difference = weightsmith.diff(base, changed(tmp_path / "b", low_rank(8, 0)), progress=False)
+    page = difference_report(difference)
     a, b = (
         {name: torch.from_numpy(x.astype(np.float64)) for name, x in weights_of(folder).items()}
         for folder in (base, tmp_path / "b")
     )
     delta = {name: b[name] - a[name] for name in a}
-    every, old, new = (torch.cat([x.reshape(-1) for x in own.values()]) for own in (delta, a, b))
+    every, old, new = (torch.cat([x.reshape(-1) for x in tensors.values()]) for tensors in (delta, a, b))
     cosine = float(torch.nn.functional.cosine_similarity(old, new, dim=0))
     assert [number for _, number in page.numbers] == [
         written(float(every.norm() / old.norm()), "share"),
@@ -163,7 +165,7 @@ def test_the_numbers_of_a_report_are_those_that_torch_computes(base: Path, tmp_p
     moved = data["charts"][0]
     value = moved["values"][moved["rows"].index("mlp.up_proj")][1]
     assert value == pytest.approx(float(delta[name].norm() / a[name].norm()), rel=1e-5)
-    row = [tensor.name for tensor in found.tensors].index(name)
+    row = [tensor.name for tensor in difference.tensors].index(name)
     pictures = next(one for one in data["tables"] if one["name"] == "tensors")["pictures"]
     exact = torch.linalg.svdvals(delta[name])[:8]
     codes = [ord(c) - 35 for c in pictures["values"][row][: 3 * 7]]

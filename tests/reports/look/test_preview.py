@@ -35,8 +35,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
 
 
 def recipe(folders: Mapping[str, Path], method: str = "ties", names: str = "abc", **parameters: Any) -> Recipe:
-    own = {"weight": 1.0, "density": 0.5} if method == "ties" else {"weight": 1.0}
-    models = [{"model": str(folders[name]), "parameters": dict(own)} for name in names]
+    per_model = {"weight": 1.0, "density": 0.5} if method == "ties" else {"weight": 1.0}
+    models = [{"model": str(folders[name]), "parameters": dict(per_model)} for name in names]
     return {"merge_method": method, "base_model": str(folders["base"]), "models": models, "parameters": parameters}
 
 
@@ -61,8 +61,8 @@ def test_in_full_it_is_what_the_merge_does(
     if method == "tsv_m":
         pytest.importorskip("torch")
     of = recipe(folders, method, **parameters)
-    found = preview(of, full=True)
-    assert (found.looked_at, found.names) == (found.elements, tuple(str(folders[name]) for name in "abc"))
+    previewed = preview(of, full=True)
+    assert (previewed.looked_at, previewed.names) == (previewed.elements, tuple(str(folders[name]) for name in "abc"))
     weightsmith.merge(of, tmp_path / "merged", progress=False)
     opened = {name: weightsmith.open_checkpoint(path) for name, path in {**folders, "m": tmp_path / "merged"}.items()}
     names = list(opened["base"].specs)
@@ -70,9 +70,9 @@ def test_in_full_it_is_what_the_merge_does(
     deltas = {
         k: np.concatenate([x - y for x, y in zip(v, values["base"], strict=True)]).astype(float) for k, v in values.items()
     }
-    assert found.total.delta == pytest.approx(np.linalg.norm(deltas["m"]), rel=1e-6)
-    assert found.total.base == pytest.approx(np.linalg.norm(np.concatenate(values["base"]).astype(float)), rel=1e-6)
-    for name, kept in zip("abc", found.total.models, strict=True):
+    assert previewed.total.delta == pytest.approx(np.linalg.norm(deltas["m"]), rel=1e-6)
+    assert previewed.total.base == pytest.approx(np.linalg.norm(np.concatenate(values["base"]).astype(float)), rel=1e-6)
+    for name, kept in zip("abc", previewed.total.models, strict=True):
         energy, survives, used, against, dropped, apart = reference.survival(deltas["m"], deltas[name])
         assert kept is not None
         assert kept.norm == pytest.approx(math.sqrt(energy), rel=1e-6)
@@ -134,15 +134,15 @@ def test_methods_that_look_at_the_whole_model_are_sampled(folders: Mapping[str, 
 @pytest.mark.slow
 def test_methods_of_whole_matrices_are_sampled(folders: Mapping[str, Path]) -> None:
     pytest.importorskip("torch")
-    found = preview(recipe(folders, "tsv_m"))
-    assert all(kept is not None and kept.survives > 0 for kept in found.total.models)
+    previewed = preview(recipe(folders, "tsv_m"))
+    assert all(kept is not None and kept.survives > 0 for kept in previewed.total.models)
 
 
 def test_a_merge_without_a_base_is_compared_with_its_first_model(folders: Mapping[str, Path]) -> None:
     models = [{"model": str(folders[name]), "parameters": {"weight": 0.5}} for name in "ab"]
-    found = preview({"merge_method": "linear", "models": models})
-    assert (found.base, found.names) == (str(folders["a"]), (str(folders["b"]),))
-    (kept,) = found.total.models
+    previewed = preview({"merge_method": "linear", "models": models})
+    assert (previewed.base, previewed.names) == (str(folders["a"]), (str(folders["b"]),))
+    (kept,) = previewed.total.models
     assert kept is not None
     assert kept.survives == pytest.approx(0.25, abs=0.02)
     assert kept.apart == pytest.approx(0.5, abs=0.02)
@@ -164,17 +164,17 @@ def test_a_sample_takes_the_same_rows_of_what_is_gathered_and_of_its_fallback(sm
     step = Step(spec, "linear", (Read(0, "w"), Read(1, "w", gather)), settings=0)
     settings = Settings({"normalize": True}, ({"weight": 1.0}, {"weight": 1.0}))
     inputs = ModelInput("a", "", ""), ModelInput("b", "", "")
-    found = sample(Plan(Provenance("linear"), inputs, (step,), (settings,), tables=tables))
-    (own,) = found.plan.steps
-    chosen, taken = (read.view for read in own.inputs)
+    sampled = sample(Plan(Provenance("linear"), inputs, (step,), (settings,), tables=tables))
+    (sampled_step,) = sampled.plan.steps
+    chosen, taken = (read.view for read in sampled_step.inputs)
     assert isinstance(chosen, Gather)
     assert isinstance(taken, Gather)
-    picked = found.plan.tables[chosen.table].array  # type: ignore[index]
-    assert own.out.shape == (len(picked), 64)
-    assert found.sizes == {"w": 400 * 64}
-    assert (found.plan.tables[taken.table].array == tables[1].array[picked]).all()  # type: ignore[index]
+    picked = sampled.plan.tables[chosen.table].array  # type: ignore[index]
+    assert sampled_step.out.shape == (len(picked), 64)
+    assert sampled.sizes == {"w": 400 * 64}
+    assert (sampled.plan.tables[taken.table].array == tables[1].array[picked]).all()  # type: ignore[index]
     (fallback,) = taken.fallback
-    assert (found.plan.tables[fallback.view.table].array == 399 - picked).all()  # type: ignore[union-attr,index]
+    assert (sampled.plan.tables[fallback.view.table].array == 399 - picked).all()  # type: ignore[union-attr,index]
 
 
 def test_a_product_that_does_not_fit_its_steps_is_rejected() -> None:

@@ -45,7 +45,7 @@ def script(before: str = "") -> str:
 
 
 @pytest.fixture
-def wanted(work: Path) -> None:
+def target_merge(work: Path) -> None:
     """What the search is to find."""
     recipe = json.loads(json.dumps(LINEAR))
     recipe["models"][0]["parameters"]["weight"] = [0.2, 0.9]
@@ -53,22 +53,22 @@ def wanted(work: Path) -> None:
     weightsmith.merge(recipe, "wanted", progress=False, out_dtype="float32")
 
 
-def tune(out: str = "tuned.yml", **more: Any) -> Tuning:
-    given = {"budget": 20, "seed": 3, "progress": False, "out_dtype": "float32", **more}
-    return weightsmith.tune(LINEAR, out, **given)
+def tune(out: str = "tuned.yml", **options: Any) -> Tuning:
+    all_options = {"budget": 20, "seed": 3, "progress": False, "out_dtype": "float32", **options}
+    return weightsmith.tune(LINEAR, out, **all_options)
 
 
 @pytest.mark.slow
-def test_the_number_that_a_command_prints_is_made_small(wanted: None, cli: Cli) -> None:
-    found = tune(command=script(), budget=8)
-    best = min(trial.nats[0][0] for trial in found.trials)  # type: ignore[type-var]
-    assert found.measured["tuned"] == best == found.objective_of(found.best)
-    assert best < 0.9 * found.measured["start"]  # type: ignore[operator]
-    assert re.fullmatch(r"The tuned recipe has \S+, the start \S+, the mean \S+, by the command .*", found.reading[0])
-    assert (NOT_BETTER in found.reading) == (found.measured["tuned"] >= found.measured["mean"])
-    worse = replace(found, measured={**found.measured, "mean": found.measured["tuned"]})
+def test_the_number_that_a_command_prints_is_made_small(target_merge: None, cli: Cli) -> None:
+    tuning = tune(command=script(), budget=8)
+    best = min(trial.nats[0][0] for trial in tuning.trials)  # type: ignore[type-var]
+    assert tuning.measured["tuned"] == best == tuning.objective_of(tuning.best)
+    assert best < 0.9 * tuning.measured["start"]  # type: ignore[operator]
+    assert re.fullmatch(r"The tuned recipe has \S+, the start \S+, the mean \S+, by the command .*", tuning.reading[0])
+    assert (NOT_BETTER in tuning.reading) == (tuning.measured["tuned"] >= tuning.measured["mean"])
+    worse = replace(tuning, measured={**tuning.measured, "mean": tuning.measured["tuned"]})
     assert worse.reading[-1] == NOT_BETTER
-    assert "by no other" in found.reading[0]
+    assert "by no other" in tuning.reading[0]
     assert not Path("tuned.candidate").exists()
     assert len(Path("seen.txt").read_text().splitlines()) == 8 + 3  # tuned, start, mean
     Path("lin.yml").write_text(json.dumps({**LINEAR, "out_dtype": "float32"}))
@@ -81,7 +81,7 @@ def test_the_number_that_a_command_prints_is_made_small(wanted: None, cli: Cli) 
 
 
 @pytest.mark.slow
-def test_a_search_by_a_command_resumes(wanted: None) -> None:
+def test_a_search_by_a_command_resumes(target_merge: None) -> None:
     weightsmith.merge(
         {"merge_method": "linear", "models": [{"model": "b", "parameters": {"weight": 1}}]}, "tuned.candidate", progress=False
     )  # as a crash leaves it
@@ -103,7 +103,7 @@ FAILURES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAILURES)
-def test_a_command_that_never_worked_ends_the_search_and_a_later_failure_is_a_line(wanted: None, name: str) -> None:
+def test_a_command_that_never_worked_ends_the_search_and_a_later_failure_is_a_line(target_merge: None, name: str) -> None:
     before, message, detail = FAILURES[name]
     with pytest.raises(CommandFailed, match=message) as error:
         tune(command=script(before))
@@ -111,23 +111,23 @@ def test_a_command_that_never_worked_ends_the_search_and_a_later_failure_is_a_li
     assert not Path("tuned.yml").exists()
     assert not Path("tuned.candidate").exists()
     Path("seen.txt").unlink()
-    found = tune(command=script(f"if n == 2:\n    {before}"), budget=4)
-    assert [bool(trial.error) for trial in found.trials] == [False, True, False, False]
-    assert message in found.trials[1].error
+    tuning = tune(command=script(f"if n == 2:\n    {before}"), budget=4)
+    assert [bool(trial.error) for trial in tuning.trials] == [False, True, False, False]
+    assert message in tuning.trials[1].error
 
 
 @pytest.mark.slow
-def test_a_command_that_fails_on_the_mean_does_not_lose_the_search(wanted: None) -> None:
-    found = tune(command=script("if n == 6: sys.exit('no')"), budget=3)  # three trials, tuned, start
-    assert found.measured.keys() == {"tuned", "start"}
-    assert NOT_BETTER not in found.reading
+def test_a_command_that_fails_on_the_mean_does_not_lose_the_search(target_merge: None) -> None:
+    tuning = tune(command=script("if n == 6: sys.exit('no')"), budget=3)  # three trials, tuned, start
+    assert tuning.measured.keys() == {"tuned", "start"}
+    assert NOT_BETTER not in tuning.reading
 
 
 @pytest.mark.slow
-def test_a_number_that_is_not_finite_is_an_invalid_candidate(wanted: None) -> None:
-    found = tune(command=script("if n == 1: print('nan'); sys.exit()"), budget=3)
-    assert "the command printed nan" in found.trials[0].error
-    assert found.best > 1
+def test_a_number_that_is_not_finite_is_an_invalid_candidate(target_merge: None) -> None:
+    tuning = tune(command=script("if n == 1: print('nan'); sys.exit()"), budget=3)
+    assert "the command printed nan" in tuning.trials[0].error
+    assert tuning.best > 1
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -144,15 +144,15 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_cannot_be_measured_is_one_error_and_leaves_nothing(work: Path, name: str) -> None:
     before = sorted(path.name for path in work.iterdir())
-    more, message = WRONG[name]
+    options, message = WRONG[name]
     with pytest.raises(ParameterError) as error:
-        tune(**more)
+        tune(**options)
     assert message in str(error.value)
     assert sorted(path.name for path in work.iterdir()) == before
 
 
 @pytest.mark.slow
-def test_files_that_a_command_leaves_in_the_model_stay(wanted: None) -> None:
+def test_files_that_a_command_leaves_in_the_model_stay(target_merge: None) -> None:
     with pytest.raises(StoreError, match="it is not removed"):
         tune(command=script("open(model + '/mine.txt', 'w').write('mine')"))
     assert Path("tuned.candidate/mine.txt").read_text() == "mine"

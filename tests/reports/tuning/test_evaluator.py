@@ -92,23 +92,23 @@ def test_losses_are_those_of_the_recipe_with_these_numbers(work: Path, name: str
         assert evaluator.holds_model == (budget == MEMORY_BYTES)
         for values in candidates:
             prepared = recipe.prepare(values)
-            found, _ = evaluator.losses(Candidate.of(prepared.plan, prepared.inputs), rows)
+            losses, _ = evaluator.losses(Candidate.of(prepared.plan, prepared.inputs), rows)
             expected = loss_of_merge(recipe.fill(values).text)
-            assert found.sum() / expected.tokens == pytest.approx(expected.loss.value, rel=1e-6)
+            assert losses.sum() / expected.tokens == pytest.approx(expected.loss.value, rel=1e-6)
 
 
 @pytest.mark.slow
 def test_only_what_the_changed_numbers_touch_is_computed_again(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("r.yml").unlink()
     Path("r.yml").write_text(SCALAR)
-    made, ran = list[str](), list[int]()
+    computed, ran = list[str](), list[int]()
     from weightsmith._activations.decoder.forward import Decoder
     from weightsmith._reports.tuning import evaluator as module
 
     run, layer = module.run, Decoder.layer
 
     def noted_run(plan: object, inputs: object, output: Output, resources: object, work: object) -> object:
-        made.extend(step.out.name for step in work.steps)  # type: ignore[attr-defined]
+        computed.extend(step.out.name for step in work.steps)  # type: ignore[attr-defined]
         return run(plan, inputs, output, resources, work)  # type: ignore[arg-type]
 
     def noted_layer(self: Decoder, i: int, *args: object) -> object:
@@ -122,21 +122,21 @@ def test_only_what_the_changed_numbers_touch_is_computed_again(work: Path, monke
         evaluator, rows = Evaluator(one, Resources(threads=1)), rows_of(one)
 
         def score(*values: Scalar) -> np.ndarray:
-            made.clear()
+            computed.clear()
             ran.clear()
             prepared = recipe.prepare(values)
             return evaluator.losses(Candidate.of(prepared.plan, prepared.inputs), rows)[0]
 
         first = score("ties", "b", 0.5, 0.4, 0.7, 0.5)
         assert ran == [0, 1]
-        assert len(made) == len(set(made)) == len(one.model.steps)
+        assert len(computed) == len(set(computed)) == len(one.model.steps)
         again = score("ties", "b", 0.5, 0.4, 0.7, 0.5)
-        assert (made, ran) == ([], [])
+        assert (computed, ran) == ([], [])
         assert np.array_equal(first, again)
         score("ties", "b", 0.5, 0.4, 0.7, 0.1)
         assert ran == [1]
-        assert made
-        assert all(".layers.1." in name for name in made)
+        assert computed
+        assert all(".layers.1." in name for name in computed)
 
 
 @pytest.mark.slow
@@ -146,7 +146,7 @@ def test_thresholds_are_found_once_for_all_weights(work: Path, monkeypatch: pyte
     from weightsmith._engine.tile_work import Merger
 
     statistics = Merger.statistics
-    monkeypatch.setattr(Merger, "statistics", lambda self, leaf, *more: counted.append(1) or statistics(self, leaf, *more))
+    monkeypatch.setattr(Merger, "statistics", lambda self, leaf, *args: counted.append(1) or statistics(self, leaf, *args))
     Path("r.yml").unlink()
     Path("r.yml").write_text(SCALAR)
     with Candidates("r.yml", RecipeOptions()) as recipe:
@@ -156,9 +156,9 @@ def test_thresholds_are_found_once_for_all_weights(work: Path, monkeypatch: pyte
             prepared = recipe.prepare(("ties", "b", weights[0], density, density, weights[1]))
             candidate = Candidate.of(prepared.plan, prepared.inputs)
             counted.clear()
-            found, _ = evaluator.losses(candidate, rows)
+            losses, _ = evaluator.losses(candidate, rows)
             passes.append(len(counted))
-            assert np.array_equal(found, Evaluator(one, Resources(threads=1)).losses(candidate, rows)[0])
+            assert np.array_equal(losses, Evaluator(one, Resources(threads=1)).losses(candidate, rows)[0])
     assert passes[0] == passes[2] == passes[4] > 0
     assert passes[1] == passes[3] == 0
 
@@ -185,14 +185,14 @@ def test_divergence_from_a_reference_is_that_of_eval(work: Path) -> None:
         evaluator, rows = Evaluator(one, Resources()), rows_of(one)
         other = recipe.prepare((1.0, 0.0, 0.0))
         reference = evaluator.reference(Candidate.of(other.plan, other.inputs), [rows])
-        _, found = evaluator.losses(Candidate.of(prepared.plan, prepared.inputs), rows, reference)
+        _, divergences = evaluator.losses(Candidate.of(prepared.plan, prepared.inputs), rows, reference)
         for name, values in (("one.yml", recipe.start), ("other.yml", (1.0, 0.0, 0.0))):
             Path(name).write_text(recipe.fill(values).text)
     expected = weightsmith.evaluate("one.yml", text="t.txt", tokens=32, rows=4, reference="other.yml", progress=False)
     divergence = expected.totals[1].divergence
     assert divergence is not None
-    assert found is not None
-    assert found.sum() / expected.totals[1].tokens == pytest.approx(divergence.value, rel=1e-4)
+    assert divergences is not None
+    assert divergences.sum() / expected.totals[1].tokens == pytest.approx(divergence.value, rel=1e-4)
 
 
 @pytest.mark.slow
@@ -213,8 +213,8 @@ def test_what_a_reference_predicts_is_computed_once(work: Path, monkeypatch: pyt
             monkeypatch.setattr(reference.decoder, "head", lambda *_, **__: nullcontext(heads.append))
         for candidate in candidates:
             for mine, theirs in zip(kept, plain, strict=True):
-                for found, expected in zip(*(evaluator.losses(candidate, rows, r) for r in (mine, theirs)), strict=True):
-                    assert np.array_equal(found, expected)
+                for losses, expected in zip(*(evaluator.losses(candidate, rows, r) for r in (mine, theirs)), strict=True):
+                    assert np.array_equal(losses, expected)
         assert not heads
 
 
@@ -275,10 +275,10 @@ def test_products_in_bfloat16_change_losses_a_little_and_no_thread_changes_them(
         rows = rows_of(one, 9)
         exact, _ = Evaluator(one, Resources(threads=1)).losses(candidate, rows)
         evaluator = Evaluator(one, Resources(threads=1), arithmetic="bfloat16")
-        found, _ = evaluator.losses(candidate, rows)
-        assert 0 < np.abs(found - exact).max() < 0.01 * exact.max()
+        losses, _ = evaluator.losses(candidate, rows)
+        assert 0 < np.abs(losses - exact).max() < 0.01 * exact.max()
         threads = Evaluator(one, Resources(threads=3), arithmetic="bfloat16")
-        assert np.array_equal(threads.losses(candidate, rows)[0], found)
+        assert np.array_equal(threads.losses(candidate, rows)[0], losses)
         _, divergences = evaluator.losses(candidate, rows, evaluator.reference(candidate, [rows]))
         assert divergences == pytest.approx(np.zeros(9), abs=1e-6)
         evaluator.multiply_in("float32")
@@ -294,12 +294,12 @@ def test_a_head_in_bfloat16_finds_the_logits_of_the_tokens_in_float32() -> None:
         with _multiplying(head, "bfloat16") as name:
             rounded = head(x)
             name(tokens)
-            found = head(x)
+            logits = head(x)
         assert torch.equal(head(x), exact)
     assert not torch.equal(rounded, exact)
-    torch.testing.assert_close(found[0, places, tokens], exact[0, places, tokens])
-    found[0, places, tokens] = rounded[0, places, tokens]
-    assert torch.equal(found, rounded)
+    torch.testing.assert_close(logits[0, places, tokens], exact[0, places, tokens])
+    logits[0, places, tokens] = rounded[0, places, tokens]
+    assert torch.equal(logits, rounded)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -349,5 +349,5 @@ parameters: {{scope: {scope}}}
         for name in ("b", "c", "b"):
             prepared = recipe.prepare((name,))
             candidate = Candidate.of(prepared.plan, prepared.inputs)
-            found, _ = evaluator.losses(candidate, rows)
-            assert np.array_equal(found, Evaluator(one, Resources(threads=1)).losses(candidate, rows)[0])
+            losses, _ = evaluator.losses(candidate, rows)
+            assert np.array_equal(losses, Evaluator(one, Resources(threads=1)).losses(candidate, rows)[0])

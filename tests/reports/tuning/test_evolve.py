@@ -29,12 +29,12 @@ COUNTS: dict[str, tuple[dict[str, Any], int]] = {
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_a_genome_has_as_many_values_as_in_mergekit_and_plans(work: Path, name: str) -> None:
-    more, count = COUNTS[name]
-    found = evolution({"genome": {**GENOME, **more}, "tasks": ["t.txt"]})
-    assert found is not None
-    assert found.texts == ("t.txt",)
-    assert len(read_template(found.recipe).tunables) == count
-    with Candidates(found.recipe, RecipeOptions()) as candidates, candidates.prepare(candidates.start) as prepared:
+    keys, count = COUNTS[name]
+    evolved = evolution({"genome": {**GENOME, **keys}, "tasks": ["t.txt"]})
+    assert evolved is not None
+    assert evolved.texts == ("t.txt",)
+    assert len(read_template(evolved.recipe).tunables) == count
+    with Candidates(evolved.recipe, RecipeOptions()) as candidates, candidates.prepare(candidates.start) as prepared:
         assert prepared.plan.steps
 
 
@@ -43,9 +43,9 @@ def test_a_config_is_tuned(work: Path) -> None:
     Path("evolve.yml").write_text(
         "genome:\n  models: [b, c]\n  merge_method: ties\n  base_model: a\ntasks:\n  - name: t.txt\n    weight: 1.0\n"
     )
-    found = weightsmith.tune("evolve.yml", "tuned.yml", budget=3, tokens=32, progress=False)
-    assert found.texts == ("t.txt",)
-    assert found.start == (0.5, 1.0, 0.5, 1.0)
+    tuning = weightsmith.tune("evolve.yml", "tuned.yml", budget=3, tokens=32, progress=False)
+    assert tuning.texts == ("t.txt",)
+    assert tuning.start == (0.5, 1.0, 0.5, 1.0)
     weightsmith.plan("tuned.yml")
 
 

@@ -29,11 +29,11 @@ def hub(work: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         yield hub
 
 
-def tune(prefix: str, **given: Any) -> Tuning:
+def tune(prefix: str, **options: Any) -> Tuning:
     base, *fine_tunes = [f"{prefix}{name}" for name in MODELS]
     models = [{"model": name, "parameters": {"weight": {"tune": [0, 1]}}} for name in fine_tunes]
     recipe = {"merge_method": "task_arithmetic", "base_model": base, "models": models}
-    return weightsmith.tune(recipe, "hub.yml" if prefix else "local.yml", **ARGS, **given)
+    return weightsmith.tune(recipe, "hub.yml" if prefix else "local.yml", **ARGS, **options)
 
 
 @pytest.mark.slow

@@ -25,8 +25,8 @@ def read(journal: Journal) -> list[Trial]:
     return [*journal.trials.values()]
 
 
-def opened(path: Path, about: dict[str, Any] = ABOUT, **more: Any) -> Journal:
-    return Journal(path, about, [2, 1], 2, **more)
+def opened(path: Path, about: dict[str, Any] = ABOUT, **options: Any) -> Journal:
+    return Journal(path, about, [2, 1], 2, **options)
 
 
 @pytest.fixture

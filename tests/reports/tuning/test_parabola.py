@@ -24,9 +24,9 @@ from weightsmith._reports.tuning.search import lowest
 def test_it_is_the_lowest_point_of_the_parabola_around_the_lowest_point(
     points: dict[float, float], expected: float | None
 ) -> None:
-    found = lowest(points, 0.0, 1.5)
+    place = lowest(points, 0.0, 1.5)
     if expected is None:
         x = sorted(points)[-3:]
-        a, b, _ = np.polyfit(x, [points[each] for each in x], 2)
+        a, b, _ = np.polyfit(x, [points[position] for position in x], 2)
         expected = -b / 2 / a
-    assert found == pytest.approx(expected, abs=1e-9)
+    assert place == pytest.approx(expected, abs=1e-9)

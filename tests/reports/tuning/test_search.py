@@ -22,14 +22,14 @@ def choice(name: str, *choices: Scalar) -> Tunable:
 
 
 def run(name: str, tunables: list[Tunable], budget: int, seed: int = 0, loss=lambda values: 0.0) -> list[Values]:  # type: ignore[no-untyped-def]
-    found: list[Values] = []
-    made = searcher(name, tunables, tuple(each.start for each in tunables), budget, seed)
-    while len(found) < budget and (asked := made.ask()) is not None:
-        found += asked
+    tried: list[Values] = []
+    search = searcher(name, tunables, tuple(tunable.start for tunable in tunables), budget, seed)
+    while len(tried) < budget and (asked := search.ask()) is not None:
+        tried += asked
         losses = [loss(values) for values in asked]
         pairs = zip(asked, losses, strict=True)
-        made.tell(losses, [slopes(values, made.numbers, loss) if math.isfinite(value) else () for values, value in pairs])
-    return found[:budget]
+        search.tell(losses, [slopes(values, search.numbers, loss) if math.isfinite(value) else () for values, value in pairs])
+    return tried[:budget]
 
 
 def slopes(values: Values, numbers: Sequence[int], loss: Callable[[Values], float]) -> list[float]:
@@ -56,27 +56,27 @@ def test_one_seed_is_one_sequence_from_the_start_within_the_ranges(name: str) ->
 
 @pytest.mark.parametrize("curve", [lambda x: (x - 0.73) ** 2, lambda x: math.exp(x) - 2.2 * x, lambda x: abs(x - 0.6) ** 1.5])
 def test_a_line_finds_the_minimum_of_one_number_in_few_candidates(curve: Callable[[float], float]) -> None:
-    found = run("line", [number("a", -1, 2)], 40, 0, lambda values: curve(float(values[0])))
-    assert found[0] == (0.5,)
-    assert len(found) <= 8
-    best = min(curve(float(values[0])) for values in found)
+    tried = run("line", [number("a", -1, 2)], 40, 0, lambda values: curve(float(values[0])))
+    assert tried[0] == (0.5,)
+    assert len(tried) <= 8
+    best = min(curve(float(values[0])) for values in tried)
     assert best - min(curve(x) for x in np.linspace(-1, 2, 3001)) < 5e-3
-    assert all(-1 <= float(values[0]) <= 2 for values in found)
+    assert all(-1 <= float(values[0]) <= 2 for values in tried)
 
 
 def test_a_line_stops_at_an_end_where_the_loss_falls_towards_it_and_after_an_end_that_cannot_be_scored() -> None:
-    found = run("line", [number("a")], 40, 0, lambda values: -float(values[0]))
-    assert found == [(0.5,), (0.0,), (1.0,)]
+    tried = run("line", [number("a")], 40, 0, lambda values: -float(values[0]))
+    assert tried == [(0.5,), (0.0,), (1.0,)]
     broken = run("line", [number("a")], 40, 0, lambda values: math.inf if values[0] == 1 else float(values[0]))
     assert broken == [(0.5,), (0.0,), (1.0,)]
 
 
 def test_a_line_takes_choices_first_and_refuses_two_numbers() -> None:
     loss = lambda values: (float(values[0]) - 0.3) ** 2 + (values[1] == "x")  # noqa: E731
-    found = run("line", [number("a"), choice("m", "x", "y")], 40, 0, loss)
-    assert found[:2] == [(0.5, "x"), (0.5, "y")]
-    assert all(values[1] == "y" for values in found[2:])
-    assert min(found, key=loss)[0] == pytest.approx(0.3, abs=0.01)
+    tried = run("line", [number("a"), choice("m", "x", "y")], 40, 0, loss)
+    assert tried[:2] == [(0.5, "x"), (0.5, "y")]
+    assert all(values[1] == "y" for values in tried[2:])
+    assert min(tried, key=loss)[0] == pytest.approx(0.3, abs=0.01)
     with pytest.raises(ParameterError, match="a line is for one number, and the recipe has 2 to tune"):
         run("line", [number("a"), number("b")], 4)
 
@@ -100,11 +100,11 @@ def test_the_gradient_leads_to_a_minimum_in_few_steps(n: int) -> None:
         away = np.array([float(value) for value in values]) - best
         return float(np.sum(shares * away**2) + np.sum(away) ** 2 / 4)
 
-    found = run("gradient", tunables, 40, 0, loss)
+    tried = run("gradient", tunables, 40, 0, loss)
     many = run("gradient", tunables, 400, 0, loss)
-    start, end, least = (loss(values) for values in (found[0], found[-1], min(many, key=loss)))
+    start, end, least = (loss(values) for values in (tried[0], tried[-1], min(many, key=loss)))
     assert end - least < 0.001 * (start - least)
-    assert all(0 <= float(value) <= 1 + i % 3 for values in found for i, value in enumerate(values))
+    assert all(0 <= float(value) <= 1 + i % 3 for values in tried for i, value in enumerate(values))
 
 
 def test_the_gradient_of_a_rough_loss_ends_no_worse_than_it_began() -> None:
@@ -115,17 +115,17 @@ def test_the_gradient_of_a_rough_loss_ends_no_worse_than_it_began() -> None:
             return math.inf
         return (values[0] == "x") + (float(values[1]) - 1) ** 2 + 0.01 * math.sin(300 * float(values[2]))
 
-    found = run("gradient", tunables, 60, 0, loss)
-    assert found[:2] == [("x", 0.5, 0.5), ("y", 0.5, 0.5)]
-    best = min(found, key=loss)
+    tried = run("gradient", tunables, 60, 0, loss)
+    assert tried[:2] == [("x", 0.5, 0.5), ("y", 0.5, 0.5)]
+    best = min(tried, key=loss)
     assert best[0] == "y"
     assert 0.7 < float(best[1]) <= 0.8
 
 
 def test_an_invalid_candidate_does_not_end_the_search() -> None:
-    found = run("cma", [number("a"), number("b")], 80, 0, lambda v: math.inf if v[0] < 0.5 else distance(v))
-    assert len(found) == 80
-    assert min(map(distance, found)) < 0.001
+    tried = run("cma", [number("a"), number("b")], 80, 0, lambda v: math.inf if v[0] < 0.5 else distance(v))
+    assert len(tried) == 80
+    assert min(map(distance, tried)) < 0.001
     assert len(run("cma", [number("a"), number("b")], 80, 0, lambda v: math.inf)) == 80
 
 
@@ -135,10 +135,10 @@ def test_choices_are_tried_before_numbers_and_the_best_is_kept() -> None:
     def loss(values: Values) -> float:
         return abs(float(values[1]) - 0.3) + (0 if values[0] == "y" else 5) + (0 if values[2] == 2 else 9)
 
-    found = run("cma", tunables, 100, 0, loss)
-    assert len({values[::2] for values in found[:6]}) == 6
-    assert {values[1] for values in found[:6]} == {0.5}
-    assert {values[::2] for values in found[6:]} == {("y", 2)}
+    tried = run("cma", tunables, 100, 0, loss)
+    assert len({values[::2] for values in tried[:6]}) == 6
+    assert {values[1] for values in tried[:6]} == {0.5}
+    assert {values[::2] for values in tried[6:]} == {("y", 2)}
     alone = run("cma", tunables, 12, 0, loss)
     assert [values[::2] for values in alone[:4]] == [("x", 1), ("y", 1), ("y", 2), ("y", 3)]
     assert {values[::2] for values in alone[4:]} == {("y", 2)}
@@ -146,9 +146,9 @@ def test_choices_are_tried_before_numbers_and_the_best_is_kept() -> None:
 
 
 def test_a_grid_has_all_combinations_within_the_budget() -> None:
-    found = run("grid", [number("a"), choice("m", "x", "y"), number("b", 0, 2)], 20)
-    assert len(found) == len(set(found)) == 18
-    assert {values[0] for values in found} == {0.0, 0.5, 1.0}
-    assert {values[2] for values in found} == {0.0, 1.0, 2.0}
+    tried = run("grid", [number("a"), choice("m", "x", "y"), number("b", 0, 2)], 20)
+    assert len(tried) == len(set(tried)) == 18
+    assert {values[0] for values in tried} == {0.0, 0.5, 1.0}
+    assert {values[2] for values in tried} == {0.0, 1.0, 2.0}
     with pytest.raises(ParameterError, match="two values of each number takes 1,024 candidates, and the budget is 100"):
         run("grid", [number(str(i)) for i in range(10)], 100)

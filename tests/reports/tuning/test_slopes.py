@@ -55,29 +55,29 @@ def slopes(
 
         loss(values)  # its states are kept
         candidate = Candidate.of(prepared.plan, prepared.inputs)
-        made = Slopes(recipe, evaluator, range(len(values)))
-        found = made.of(values, evaluator.gradients(candidate, rows, shares, other))
+        estimator = Slopes(recipe, evaluator, range(len(values)))
+        analytic = estimator.of(values, evaluator.gradients(candidate, rows, shares, other))
         differences = []
         for i, value in enumerate(values):
             near = [loss((*values[:i], value + step, *values[i + 1 :])) for step in (-0.004, 0.004)]
             differences.append((near[1] - near[0]) / 0.008)
-        return found, differences
+        return analytic, differences
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_slopes_are_those_of_the_differences_of_losses(work: Path, name: str) -> None:
     text, values = CASES[name]
-    found, differences = slopes(text, values, MEMORY_BYTES, 2)
+    analytic, differences = slopes(text, values, MEMORY_BYTES, 2)
     rough = 0.1 if name == "stages" else 0.02  # slerp is curved between two merges
     assert max(map(abs, differences)) > 0.01
-    np.testing.assert_allclose(found, differences, rtol=rough, atol=rough * max(map(abs, differences)))
+    np.testing.assert_allclose(analytic, differences, rtol=rough, atol=rough * max(map(abs, differences)))
 
 
 @pytest.mark.slow
 def test_slopes_of_a_divergence(work: Path) -> None:
-    found, differences = slopes(LAYERS, CASES["layers"][1], MEMORY_BYTES, 2, kl=True)
-    np.testing.assert_allclose(found, differences, rtol=0.02, atol=0.02 * max(map(abs, differences)))
+    analytic, differences = slopes(LAYERS, CASES["layers"][1], MEMORY_BYTES, 2, kl=True)
+    np.testing.assert_allclose(analytic, differences, rtol=0.02, atol=0.02 * max(map(abs, differences)))
 
 
 @pytest.mark.matrix

@@ -26,12 +26,12 @@ def read(work: Path):  # type: ignore[no-untyped-def]
 
 
 def test_a_text_is_split_by_rows(read) -> None:  # type: ignore[no-untyped-def]
-    found = read("t.txt", "u.txt", rows=9)
-    assert [len(rows.ids) for rows in found.tune] == [6, 6]
-    assert [len(rows.ids) for rows in found.report] == [3, 3]
-    assert found.report_names == ("t.txt", "u.txt")
+    split = read("t.txt", "u.txt", rows=9)
+    assert [len(rows.ids) for rows in split.tune] == [6, 6]
+    assert [len(rows.ids) for rows in split.report] == [3, 3]
+    assert split.report_names == ("t.txt", "u.txt")
     whole = read("t.txt", report=("u.txt",), rows=9)
-    assert np.array_equal(np.concatenate([found.tune[0].ids, found.report[0].ids]), whole.tune[0].ids)
+    assert np.array_equal(np.concatenate([split.tune[0].ids, split.report[0].ids]), whole.tune[0].ids)
     assert [len(rows.ids) for rows in read("t.txt").tune] == [16]
 
 
@@ -71,16 +71,18 @@ def test_a_fit_says_what_a_search_would(work: Path, words: int) -> None:
         one = opened("r.yml", recipe.prepare(recipe.start))
         Path("own.txt").write_text(" ".join(f"word {i} and" for i in range(words)))
         for tokens in (None, 64, 33, 16):
-            found = fit(one.cutter, one.positions, "own.txt", tokens)
-            assert found.tokens == (tokens or min(512, one.positions))
-            if found.enough:
+            fitting = fit(one.cutter, one.positions, "own.txt", tokens)
+            assert fitting.tokens == (tokens or min(512, one.positions))
+            if fitting.enough:
                 read = read_texts(one, ("own.txt",), (), None, tokens)
-                assert found.rows == sum(len(rows.ids) for rows in (*read.tune, *read.report))
+                assert fitting.rows == sum(len(rows.ids) for rows in (*read.tune, *read.report))
                 continue
-            with pytest.raises(PlanError, match=rf"{found.rows} rows? of {found.tokens} tokens, and {found.needed} are needed"):
+            with pytest.raises(
+                PlanError, match=rf"{fitting.rows} rows? of {fitting.tokens} tokens, and {fitting.needed} are needed"
+            ):
                 read_texts(one, ("own.txt",), (), None, tokens)
-            if found.shorter:
-                assert fit(one.cutter, one.positions, "own.txt", found.shorter).enough
-                assert not fit(one.cutter, one.positions, "own.txt", 2 * found.shorter).enough
+            if fitting.shorter:
+                assert fit(one.cutter, one.positions, "own.txt", fitting.shorter).enough
+                assert not fit(one.cutter, one.positions, "own.txt", 2 * fitting.shorter).enough
             else:
                 assert not fit(one.cutter, one.positions, "own.txt", NARROWEST).enough

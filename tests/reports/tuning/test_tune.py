@@ -42,8 +42,8 @@ LINEAR: dict[str, Any] = {
 ARGS: dict[str, Any] = {"text": "t.txt", "report_text": "u.txt", "tokens": 32, "rows": 8, "seed": 3, "progress": False}
 
 
-def tune(recipe: Any = "r.yml", out: str = "tuned.yml", **more: Any) -> Tuning:
-    return weightsmith.tune(recipe, out, **{"budget": 6, **ARGS, **more})
+def tune(recipe: Any = "r.yml", out: str = "tuned.yml", **options: Any) -> Tuning:
+    return weightsmith.tune(recipe, out, **{"budget": 6, **ARGS, **options})
 
 
 def started(budget: int) -> Forked:
@@ -63,45 +63,45 @@ def recipe(text: str) -> str:
 
 @pytest.mark.slow
 def test_the_result_is_the_recipe_with_numbers_and_its_page(work: Path) -> None:
-    found = tune(budget=10)
+    tuning = tune(budget=10)
     text = Path("tuned.yml").read_text()
     assert text.startswith("# Tuned by weightsmith")
-    assert text.endswith(found.recipe)
+    assert text.endswith(tuning.recipe)
     assert "# two fine-tunes" in text
     assert "# the first" in text
-    assert len(found.trials) == 10
+    assert len(tuning.trials) == 10
     weightsmith.merge("tuned.yml", "merged", progress=False)
     weightsmith.merge({**_start()}, "start", progress=False)
     expected = weightsmith.evaluate("start", "merged", text="u.txt", tokens=32, rows=23, progress=False)
     for name, score in zip(("start", "tuned"), expected.scores, strict=True):
-        assert found.judged[name][0].loss.value == pytest.approx(score[0].loss.value, rel=1e-5)
-    change, same = found.changes["start"], expected.totals[1].change
+        assert tuning.judged[name][0].loss.value == pytest.approx(score[0].loss.value, rel=1e-5)
+    change, same = tuning.changes["start"], expected.totals[1].change
     assert same is not None
     assert change.value == pytest.approx(same.value, abs=1e-5)
     assert change.error == pytest.approx(same.error, abs=1e-5)
-    assert "than the start" in found.reading[0]
-    best = min(found.losses, key=found.objective_of)
-    assert best == found.best
-    assert found.objective_of(best) <= found.objective_of(1)
-    assert best in found.front
-    json.dumps(found.to_json(), allow_nan=False)
+    assert "than the start" in tuning.reading[0]
+    best = min(tuning.losses, key=tuning.objective_of)
+    assert best == tuning.best
+    assert tuning.objective_of(best) <= tuning.objective_of(1)
+    assert best in tuning.front
+    json.dumps(tuning.to_json(), allow_nan=False)
 
 
 @pytest.mark.slow
 def test_the_plain_mean_is_a_reference_and_the_report_says_if_it_is_not_beaten(work: Path) -> None:
-    found = tune(budget=3)
-    assert [*found.judged] == ["tuned", "start", "mean", "base"]
+    tuning = tune(budget=3)
+    assert [*tuning.judged] == ["tuned", "start", "mean", "base"]
     mean = {"merge_method": "linear", "models": [{"model": name, "parameters": {"weight": 1}} for name in "bc"]}
     weightsmith.merge(mean, "mean", progress=False)
     expected = weightsmith.evaluate("mean", text="u.txt", tokens=32, rows=23, progress=False)
-    assert found.judged["mean"][0].loss.value == pytest.approx(expected.scores[0][0].loss.value, rel=1e-5)
-    assert any("than the mean" in line for line in found.reading)
-    change = found.changes["mean"]
-    assert (NOT_BETTER in found.reading) == (not (change.told_apart and change.value > 0))
+    assert tuning.judged["mean"][0].loss.value == pytest.approx(expected.scores[0][0].loss.value, rel=1e-5)
+    assert any("than the mean" in line for line in tuning.reading)
+    change = tuning.changes["mean"]
+    assert (NOT_BETTER in tuning.reading) == (not (change.told_apart and change.value > 0))
     for value, beats in ((3.0, True), (1.9, False), (0.0, False), (-3.0, False)):
-        [score] = found.against["mean"]
+        [score] = tuning.against["mean"]
         scores = (replace(score, change=Change(value, 1.0, 12, 23)),)
-        judged = replace(found, against={**found.against, "mean": scores})
+        judged = replace(tuning, against={**tuning.against, "mean": scores})
         assert judged.beats_mean == beats
         assert (judged.reading[-1] == NOT_BETTER) == (not beats)
 
@@ -109,9 +109,9 @@ def test_the_plain_mean_is_a_reference_and_the_report_says_if_it_is_not_beaten(w
 @pytest.mark.slow
 def test_a_recipe_of_one_fine_tune_has_no_mean(work: Path) -> None:
     models = [{"model": "b", "parameters": {"weight": {"tune": [0, 1]}}}]
-    found = tune({"merge_method": "task_arithmetic", "base_model": "a", "models": models}, "one.yml", budget=2)
-    assert [*found.judged] == ["tuned", "start", "base"]
-    assert NOT_BETTER not in found.reading
+    tuning = tune({"merge_method": "task_arithmetic", "base_model": "a", "models": models}, "one.yml", budget=2)
+    assert [*tuning.judged] == ["tuned", "start", "base"]
+    assert NOT_BETTER not in tuning.reading
 
 
 def _start() -> dict[str, Any]:
@@ -127,15 +127,15 @@ def test_each_trial_is_reported_once_with_its_loss(work: Path, objective: str) -
         heard = list[tuple[Trial, float | None]]()
         texts = EvaluateSettings(text=("t.txt", "u.txt"), tokens=32, rows=12)
         settings = TuneSettings(budget=budget, objective=objective)
-        given = RecipeOptions(), texts, settings, RunOptions(), Silent()
-        return module.tuned("r.yml", "tuned.yml", *given, lambda trial, loss: heard.append((trial, loss))), heard
+        arguments = RecipeOptions(), texts, settings, RunOptions(), Silent()
+        return module.tuned("r.yml", "tuned.yml", *arguments, lambda trial, loss: heard.append((trial, loss))), heard
 
     for budget, earlier in ((4, 0), (6, 4)):
-        found, heard = run(budget)
-        assert found.resumed == earlier
-        assert [trial for trial, _ in heard] == [*found.trials]
+        tuned, heard = run(budget)
+        assert tuned.resumed == earlier
+        assert [trial for trial, _ in heard] == [*tuned.trials]
         losses = {trial.number: loss for trial, loss in heard if loss is not None}
-        assert losses == {number: found.objective_of(number) for number in found.losses}
+        assert losses == {number: tuned.objective_of(number) for number in tuned.losses}
         assert losses
 
 
@@ -166,8 +166,8 @@ def test_after_kill_9_the_same_trials_follow(work: Path) -> None:
         process.wait()
         assert not Path("tuned.yml").exists()
     before = journal.read_bytes()
-    found = tune(budget=12)
-    assert 5 <= found.resumed < 12
+    tuning = tune(budget=12)
+    assert 5 <= tuning.resumed < 12
     assert journal.read_bytes().startswith(before[: before.rindex(b"\n")])
     assert trials() == trials("whole.trials.jsonl")
     assert Path("tuned.yml").read_text().split("\n", 2)[2] == Path("whole.yml").read_text().split("\n", 2)[2]
@@ -195,9 +195,9 @@ def test_a_larger_budget_goes_on_and_nothing_is_computed_twice(work: Path, monke
     tune(budget=4)
     first = trials()
     scored, losses = list[object](), Evaluator.losses
-    monkeypatch.setattr(Evaluator, "losses", lambda *args, **more: scored.append(args[1]) or losses(*args, **more))
-    found = tune(budget=4)
-    assert (found.resumed, len(scored)) == (4, 4)  # the report: tuned, start, mean, base
+    monkeypatch.setattr(Evaluator, "losses", lambda *args, **options: scored.append(args[1]) or losses(*args, **options))
+    tuning = tune(budget=4)
+    assert (tuning.resumed, len(scored)) == (4, 4)  # the report: tuned, start, mean, base
     assert trials() == first
     assert tune(budget=7).resumed == 4
     assert trials()[:4] == first
@@ -208,11 +208,11 @@ def test_a_larger_budget_goes_on_and_nothing_is_computed_twice(work: Path, monke
 def test_ctrl_c_leaves_the_best_so_far(work: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     scored, losses = list[int](), Evaluator.losses
 
-    def interrupt(self: Evaluator, *args: Any, **more: Any) -> Any:
+    def interrupt(self: Evaluator, *args: Any, **options: Any) -> Any:
         scored.append(1)
         if len(scored) == 12:  # a candidate is scored in up to three parts
             raise KeyboardInterrupt
-        return losses(self, *args, **more)
+        return losses(self, *args, **options)
 
     args = ["tune", "r.yml", "tuned.yml", "--text", "t.txt", "--report-text", "u.txt", "--tokens", "32", "--rows", "8"]
     monkeypatch.setattr(Evaluator, "losses", interrupt)
@@ -234,13 +234,13 @@ def test_ctrl_c_leaves_the_best_so_far(work: Path, monkeypatch: pytest.MonkeyPat
 def test_an_invalid_candidate_is_a_line(work: Path) -> None:
     text = "merge_method: task_arithmetic\nbase_model: a\ndtype: float16\nmodels:\n"
     text += "  - {model: b, parameters: {weight: {tune: [0, 1e9], start: 0.5}}}\n"
-    found = tune(recipe(text), budget=5, search="random")
-    errors = [trial.error for trial in found.trials]
+    tuning = tune(recipe(text), budget=5, search="random")
+    errors = [trial.error for trial in tuning.trials]
     assert errors[0] == ""
     assert all("not a number that float16 can hold (output tensor" in error for error in errors[1:])
-    assert found.best == 1
-    assert "No candidate was better than the start" in found.reading[0]
-    assert "4 candidates could not be scored; trial 2" in found.reading[-1]
+    assert tuning.best == 1
+    assert "No candidate was better than the start" in tuning.reading[0]
+    assert "4 candidates could not be scored; trial 2" in tuning.reading[-1]
     assert tune(recipe(text), budget=5, search="random").resumed == 5
 
 
@@ -280,11 +280,11 @@ def test_matrices_that_a_number_does_not_change_are_computed_once(work: Path, mo
 def test_methods_and_models_are_chosen(work: Path) -> None:
     text = "merge_method: {choice: [ties, task_arithmetic]}\nbase_model: a\nmodels:\n"
     text += "  - {model: {choice: [b, c]}, parameters: {weight: {tune: [0, 1]}}}\n"
-    found = tune(recipe(text), budget=16)
-    assert [trial.values[:2] for trial in found.trials[:4]] == [
+    tuning = tune(recipe(text), budget=16)
+    assert [trial.values[:2] for trial in tuning.trials[:4]] == [
         ("ties", "b"), ("ties", "c"), ("task_arithmetic", "b"), ("task_arithmetic", "c"),
     ]  # fmt: skip
-    assert len({trial.values[:2] for trial in found.trials[4:]}) == 1
+    assert len({trial.values[:2] for trial in tuning.trials[4:]}) == 1
     weightsmith.plan("tuned.yml")
 
 
@@ -292,15 +292,15 @@ def test_methods_and_models_are_chosen(work: Path) -> None:
 @pytest.mark.parametrize("objective", ["mean", "worst", "kl"])
 def test_the_objective_is_what_is_made_small(work: Path, objective: str) -> None:
     Path("v.txt").write_text("Something else entirely; " * 3 + "".join(chr(97 + i * i * 7 % 26) for i in range(700)))
-    more = {"reference": ["b", "c"]} if objective == "kl" else {}
-    found = tune(text=["t.txt", "v.txt"], objective=objective, budget=8, **more)
-    whole = {trial.number: trial for trial in found.trials if trial.whole}
+    options = {"reference": ["b", "c"]} if objective == "kl" else {}
+    tuning = tune(text=["t.txt", "v.txt"], objective=objective, budget=8, **options)
+    whole = {trial.number: trial for trial in tuning.trials if trial.whole}
     for number, trial in whole.items():
         sums = trial.divergences if objective == "kl" else trial.nats
-        means = [sum(own) / (31 * len(own)) for own in sums]  # type: ignore[arg-type]
-        assert found.losses[number] == pytest.approx(means)
-        assert found.objective_of(number) == pytest.approx(max(means) if objective == "worst" else np.mean(means))
-    assert found.best == min(whole, key=found.objective_of)
+        means = [sum(row_sums) / (31 * len(row_sums)) for row_sums in sums]  # type: ignore[arg-type]
+        assert tuning.losses[number] == pytest.approx(means)
+        assert tuning.objective_of(number) == pytest.approx(max(means) if objective == "worst" else np.mean(means))
+    assert tuning.best == min(whole, key=tuning.objective_of)
 
 
 @pytest.mark.matrix("mean")
@@ -308,19 +308,19 @@ def test_the_objective_is_what_is_made_small(work: Path, objective: str) -> None
 @pytest.mark.parametrize("objective", ["mean", "worst", "kl"])
 def test_the_gradient_of_the_objective_is_followed_and_resumed(work: Path, objective: str) -> None:
     Path("v.txt").write_text("Something else entirely; " * 3 + "".join(chr(97 + i * i * 7 % 26) for i in range(700)))
-    more: dict[str, Any] = {"reference": ["b", "c"]} if objective == "kl" else {}
-    more |= {"text": ["t.txt", "v.txt"], "objective": objective, "search": "gradient"}
-    assert len(tune(LINEAR, budget=2, **more).trials) == 2
-    found = tune(LINEAR, budget=5, **more)
-    assert found.resumed == 2
-    tune(LINEAR, "whole.yml", budget=5, **more)
+    options: dict[str, Any] = {"reference": ["b", "c"]} if objective == "kl" else {}
+    options |= {"text": ["t.txt", "v.txt"], "objective": objective, "search": "gradient"}
+    assert len(tune(LINEAR, budget=2, **options).trials) == 2
+    tuning = tune(LINEAR, budget=5, **options)
+    assert tuning.resumed == 2
+    tune(LINEAR, "whole.yml", budget=5, **options)
     assert trials() == trials("whole.trials.jsonl")
-    assert all(trial.whole and len(trial.slopes) == 3 for trial in found.trials)
-    for first, second in itertools.pairwise(found.trials[:2]):
+    assert all(trial.whole and len(trial.slopes) == 3 for trial in tuning.trials)
+    for first, second in itertools.pairwise(tuning.trials[:2]):
         promised = np.dot(first.slopes, np.subtract(second.values, first.values))
-        change = found.objective_of(second.number) - found.objective_of(first.number)
+        change = tuning.objective_of(second.number) - tuning.objective_of(first.number)
         assert 1.7 * promised < change < 0.3 * promised
-    assert found.best > 2
+    assert tuning.best > 2
 
 
 def test_the_gradient_is_for_numbers_with_fractions(work: Path) -> None:
@@ -331,12 +331,12 @@ def test_the_gradient_is_for_numbers_with_fractions(work: Path) -> None:
 
 @pytest.mark.slow
 def test_more_rows_are_for_candidates_like_the_best_of_earlier_rounds(work: Path) -> None:
-    found = tune(budget=16, rows=12)
-    scored = [sum(value is not None for value in trial.nats[0]) for trial in found.trials]
+    tuning = tune(budget=16, rows=12)
+    scored = [sum(value is not None for value in trial.nats[0]) for trial in tuning.trials]
     assert {3, 12} <= set(scored) <= {3, 6, 12}
     assert scored[0] == 12
-    assert found.few_rows == 3
-    few = [sum(trial.nats[0][k] or 0 for k in (0, 4, 8)) for trial in found.trials]
+    assert tuning.few_rows == 3
+    few = [sum(trial.nats[0][k] or 0 for k in (0, 4, 8)) for trial in tuning.trials]
     for first, end in ((1, 8), (8, 15)):  # a start, and two generations of seven
         limit = sorted(few[:first])[max(0, first // 4 - 1)]
         assert [rows > 3 for rows in scored[first:end]] == [loss <= limit for loss in few[first:end]]
@@ -344,8 +344,8 @@ def test_more_rows_are_for_candidates_like_the_best_of_earlier_rounds(work: Path
 
 @pytest.mark.slow
 def test_time_ends_the_search(work: Path) -> None:
-    found = tune(budget=100_000, time="1s")
-    assert 1 <= len(found.trials) < 1000
+    tuning = tune(budget=100_000, time="1s")
+    assert 1 <= len(tuning.trials) < 1000
 
 
 @pytest.mark.slow
@@ -370,9 +370,9 @@ def test_the_start_counts_for_the_time_and_one_candidate_is_tried_all_the_same(
 
     monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(module.Candidates, "__init__", opened)
-    found = tune(time="30m")
-    assert len(found.trials) == 1
-    assert found.seconds == 3600
+    tuning = tune(time="30m")
+    assert len(tuning.trials) == 1
+    assert tuning.seconds == 3600
 
 
 WRONG = {
@@ -402,9 +402,9 @@ def test_what_cannot_be_tuned_is_one_error_and_leaves_nothing(work: Path, name: 
     Path("plain.yml").write_text("merge_method: linear\nmodels: [{model: a, parameters: {weight: 1}}]\n")
     Path("absent.yml").write_text("merge_method: linear\nmodels: [{model: ./nowhere, parameters: {weight: {tune: [0, 1]}}}]\n")
     before = sorted(path.name for path in work.iterdir())
-    more, message = WRONG[name]
+    options, message = WRONG[name]
     with pytest.raises(WeightsmithError) as error:
-        tune(**more)
+        tune(**options)
     told = str(error.value)
     assert message in told
     assert not isinstance(error.value, PlanError) or len(error.value.problems) == 1
@@ -473,23 +473,23 @@ def test_the_module_names_its_marks() -> None:
 @pytest.mark.slow
 def test_a_line_scores_all_rows_of_each_candidate(work: Path) -> None:
     recipe = {**LINEAR, "models": [{"model": name, "parameters": {"weight": 1}} for name in "bc"]}
-    found = tune({**recipe, "parameters": {"lambda": {"tune": [0, 1]}}}, search="line", budget=20)
-    assert 3 <= len(found.trials) <= 8
-    assert len(found.losses) == len(found.trials)
-    assert found.objective_of(found.best) == min(map(found.objective_of, found.losses))
+    tuning = tune({**recipe, "parameters": {"lambda": {"tune": [0, 1]}}}, search="line", budget=20)
+    assert 3 <= len(tuning.trials) <= 8
+    assert len(tuning.losses) == len(tuning.trials)
+    assert tuning.objective_of(tuning.best) == min(map(tuning.objective_of, tuning.losses))
 
 
 @pytest.mark.slow
 def test_a_table_has_a_row_for_each_trial_and_texts_may_be_strings(work: Path) -> None:
-    found = tune(text=Path("t.txt").read_text(), report_text=[Path("u.txt").read_text()])
-    assert found.judged == tune(out="files.yml").judged
-    (name,) = found.texts
+    tuning = tune(text=Path("t.txt").read_text(), report_text=[Path("u.txt").read_text()])
+    assert tuning.judged == tune(out="files.yml").judged
+    (name,) = tuning.texts
     assert name.startswith("'")
-    assert found.report_texts[0].startswith("'")
-    rows = found.table()
-    assert [row["trial"] for row in rows] == [trial.number for trial in found.trials]
+    assert tuning.report_texts[0].startswith("'")
+    rows = tuning.table()
+    assert [row["trial"] for row in rows] == [trial.number for trial in tuning.trials]
     (best,) = (row for row in rows if row["best"])
-    assert best["trial"] == found.best
-    assert best["objective"] == best[f"loss {name}"] == found.objective_of(found.best)
-    assert [best[each] for each in found.names] == list(found.values)
+    assert best["trial"] == tuning.best
+    assert best["objective"] == best[f"loss {name}"] == tuning.objective_of(tuning.best)
+    assert [best[name] for name in tuning.names] == list(tuning.values)
     assert "weightsmith-text-" not in Path("tuned.yml").read_text()

@@ -331,16 +331,16 @@ def stages(titles: Sequence[str], now: int, detail: str, share: float | None) ->
     items = []
     for i, title in enumerate(titles):
         state = "done" if i < now else "now" if i == now else "next"
-        more = ""
+        details = ""
         if i == now:
             bar = "" if share is None else f"<div class='ws-bar'><i style='width:{100 * share:.1f}%'></i></div>"
-            more = f"<p class='ws-soft'>{safe(detail)}</p>{bar}"
+            details = f"<p class='ws-soft'>{safe(detail)}</p>{bar}"
         current = " aria-current='step'" if i == now else ""
-        items.append(f"<li class='{state}'{current}><span>{safe(title)}</span>{more}</li>")
+        items.append(f"<li class='{state}'{current}><span>{safe(title)}</span>{details}</li>")
     return f"<ol class='ws-stages'>{''.join(items)}</ol>"
 
 
-def found(sentences: Sequence[str], where: str) -> str:
+def search_result(sentences: Sequence[str], where: str) -> str:
     """The result of a search: what was chosen and why, and where it is."""
     lines = "".join(f"<li>{safe(line)}</li>" for line in sentences[1:])
     first, *_ = sentences

@@ -313,7 +313,7 @@ class Tasks:
             numbers = merge_search.numbers(result)
             spent = time.monotonic() - began
             run = self._add("auto", title, result.recipe, spent, numbers, page.to_html(), reference(out))
-            html = show.found(merge_search.page_words(page), reference(out))
+            html = show.search_result(merge_search.page_words(page), reference(out))
             self.show("auto", "", html, running=False, report=run)
 
         self._begin("auto", work, f"a merge of {', '.join(search.fine_tunes)}")

@@ -64,7 +64,7 @@ _MLX_EXPERTS = JOINED | STACKED
 """Values of `model_type` whose quantised experts it loads, joined or stacked."""
 
 ENGINES = (
-    Engine("transformers", "transformers", "5.23.0"),
+    Engine("transformers", "transformers", "5.24.0"),
     Engine("vllm", "vLLM", "0.33.0"),
     Engine("sglang", "SGLang", "0.5.23"),
     Engine("llama.cpp", "llama.cpp", "(node-llama-cpp 3.22.1)"),

@@ -313,7 +313,7 @@ class _Match:
 
     def _unfit(self) -> ShapeError:
         """The error of an adapter that is for another base."""
-        shown, more = self._problems[:_SHOWN], len(self._problems) - _SHOWN
+        shown, hidden = self._problems[:_SHOWN], len(self._problems) - _SHOWN
         what = f"the adapter does not fit {self.base.ref}: {len(self._problems)} of its targets have no place there"
         fix = "name the base model that the adapter was trained on"
         if self.adapter.file is None:
@@ -321,7 +321,7 @@ class _Match:
             fix += f"; its adapter_config.json says {show(stated)}"
         if self._of_mlx:
             fix += ". If it was trained on this one, MLX renames or splits these modules: fuse it with mlx_lm.fuse"
-        details = [*shown, *([f"and {more} more"] if more > 0 else [])]
+        details = [*shown, *([f"and {hidden} more"] if hidden > 0 else [])]
         return ShapeError(what, where=self.adapter.checkpoint.ref, details=details, fix=fix)
 
     def _note_lost_biases(self) -> None:

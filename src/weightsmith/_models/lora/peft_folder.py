@@ -46,7 +46,7 @@ def open_peft(ref: str, *, revision: str | None = None, name: str = "") -> Adapt
         missing += [] if weights else [" or ".join(WEIGHTS_NAMES)]
         details = (f"it holds {', '.join(sorted(names)[:8])}",) if names else ()
         fix = "name a folder that PEFT's save_pretrained or mlx_lm.lora has written"
-        if below := sorted(found.parent.name for found in folder.glob(f"*/{CONFIG_NAME}")):  # checkpoints of a training run
+        if below := sorted(config.parent.name for config in folder.glob(f"*/{CONFIG_NAME}")):  # checkpoints of a training run
             details = (f"subfolders with an adapter: {', '.join(below[:8])}{', ...' if len(below) > 8 else ''}",)
             fix = f"name one of them, such as {ref}/{below[-1]}"
         raise NotFound(f"not a PEFT adapter: it has no {' and no '.join(missing)}", where=ref, details=details, fix=fix)

@@ -322,7 +322,7 @@ def _match_all(
 _SAMPLED, _SAMPLE_BYTES = 64, 4096
 
 
-def _surely_differ(checkpoint: Checkpoint, one: str, other: str) -> bool:
+def surely_differ(checkpoint: Checkpoint, one: str, other: str) -> bool:
     """Whether samples of two tensors of a model differ. False if they are not stored on this disk as plain bytes."""
     first, second = checkpoint.specs[one], checkpoint.specs[other]
     if (first.dtype, first.shape) != (second.dtype, second.shape) or checkpoint.missing:
@@ -337,6 +337,13 @@ def _surely_differ(checkpoint: Checkpoint, one: str, other: str) -> bool:
         if pages[0] != pages[1]:
             return True
     return False
+
+
+def trained_head(model: str, head: str, embedding: str) -> MismatchError:
+    """The error of a head that differs from the embedding that config.json ties it to."""
+    what = f"its head {head} is stored and differs from {embedding}, and config.json ties the two"
+    fix = "set tie_word_embeddings to false in its config.json if the head was trained; if not, remove the head"
+    return MismatchError(what, where=model, fix=fix)
 
 
 def _in_model_order(steps: Sequence[Step], stored: Mapping[str, TensorSpec]) -> list[Step]:
@@ -438,14 +445,12 @@ class _Assembler:
     def _no_copies(self, outputs: StepMaker) -> Iterator[MismatchError]:
         """Tensors that would be left out as copies and are none: a head that was trained, an embedding for each side."""
         for model, tensor, other in outputs.copies:
-            if not _surely_differ(self.inputs[model], tensor, other):
+            if not surely_differ(self.inputs[model], tensor, other):
                 continue
             what = f"its {tensor} differs from {other}, and the other models have one tensor for both"
             fix = "merge models that all share an embedding between encoder and decoder, or none"
-            if names_head(tensor):
-                what = f"its head {tensor} is stored and differs from {other}, and config.json ties the two"
-                fix = "set tie_word_embeddings to false in its config.json if the head was trained; if not, remove the head"
-            yield MismatchError(what, where=self.labels[model], fix=fix)
+            label = self.labels[model]
+            yield trained_head(label, tensor, other) if names_head(tensor) else MismatchError(what, where=label, fix=fix)
 
     def _add_files(self, aligned: Aligned, pipeline: Pipeline, steps: Sequence[Step]) -> None:
         """Add the files of the parts of a pipeline; they replace the donor's."""

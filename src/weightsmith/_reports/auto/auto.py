@@ -42,6 +42,7 @@ from weightsmith._engine.results import JobMemory
 from weightsmith._execution.execute import execute
 from weightsmith._execution.identity import program_digest
 from weightsmith._execution.options import RunOptions, resources_of
+from weightsmith._execution.output import RECIPE_NAME
 from weightsmith._execution.progress import Meter, callbacks, shown_meter
 from weightsmith._execution.run import protected_paths
 from weightsmith._features.any_recipe import prepare_any
@@ -304,13 +305,15 @@ def _work_folder(out: str, running: RunOptions) -> Path:
         raise ParameterError("the output has no name", where=out, fix="name a new folder", state=NOTHING_WRITTEN)
     if not is_folder(path.parent):
         raise StoreError(f"there is no folder {path.parent}", where=out, fix="create it", state=NOTHING_WRITTEN)
+    folder = path.with_name(f"{path.name}.auto")
+    if _lacks_page(path, folder) and not running.overwrite:
+        return folder
     if os.path.lexists(path) and not running.overwrite:
         fix = "choose another name, or add --overwrite"
         if not exists(path / MANIFEST_NAME):  # a model of the user, where the order was mistaken
             fix = "name a folder that does not exist as the last argument: weightsmith auto BASE MODEL MODEL... OUT"
         raise OutputExists("the output exists", where=out, fix=fix, state=NOTHING_WRITTEN)
     check_vacant(check_out(path), overwrite=running.overwrite)
-    folder = path.with_name(f"{path.name}.auto")
     if os.path.lexists(folder) and not _is_ours(folder):
         what = "the folder for unfinished work exists, and weightsmith auto did not make it"
         raise OutputExists(what, where=str(folder), fix="choose another output", state=NOTHING_WRITTEN)
@@ -325,6 +328,11 @@ def _is_ours(folder: Path) -> bool:
     if folder.is_symlink() or not folder.is_dir():
         return False
     return is_journal(folder / _SCORES) or not any(folder.iterdir())
+
+
+def _lacks_page(out: Path, folder: Path) -> bool:
+    """Whether a search was ended after it had written its output, and before its page."""
+    return exists(out / MANIFEST_NAME) and is_journal(folder / _SCORES) and not exists(folder / PAGE)
 
 
 @contextmanager
@@ -473,6 +481,12 @@ class _Search:
         self.shown.say(f"writing {name}")
         with prepare_any(self.recipe(name), RecipeOptions(), QuantizeSettings()) as prepared:
             recipe = prepared.plan.recipe
+        path = expand_user(out)
+        if _lacks_page(path, self.folder) and not self.running.overwrite:
+            if not exists(path / RECIPE_NAME) or (path / RECIPE_NAME).read_text() != recipe:
+                fix = "choose another name, or add --overwrite"
+                raise OutputExists("the output exists, and is another merge", where=out, fix=fix)
+            return recipe
         # The recipe names the texts. This merge reads what was measured on them.
         with prepare_any(self.recipe(name, self.folders), RecipeOptions(), QuantizeSettings()) as prepared:
             repeatable = prepared.draft_again()
@@ -624,7 +638,7 @@ class _Search:
         mine, basis, pair = alone[number], base[number], self.pairs[number]
         return FineTune(
             self.names[number],
-            pair.given,
+            pair.user_file,
             difference([mine], [basis], "nats"),
             float(basis.divergences.sum() / basis.tokens.sum()),
         )

@@ -13,6 +13,8 @@ from weightsmith._base.errors import MismatchError, ParameterError, PlanError, W
 from weightsmith._base.idioms import grouped
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.sources.files import sample_files
+from weightsmith._models.structure.vocabulary import is_model_head, names_head, tie_flag, tied_substitute
+from weightsmith._planning.planner.merges import surely_differ, trained_head
 from weightsmith._plans import Plan
 from weightsmith._reports.auto.pool import Models
 from weightsmith._reports.auto.texts import CutText, cut, row_tokens
@@ -61,6 +63,7 @@ def check_models(one: Opened, models: Models, texts: Mapping[str, CutText]) -> N
                 if changes := _differences(one.prepared.plan, prepared.plan):
                     what = "its tensors or its config.json are not those of the other models"
                     raise MismatchError(what, where=label, details=changes, fix=BELONG)
+                _check_head(prepared.inputs[0], label)
                 if model != models.base or TOKENIZER in prepared.inputs[0].files:
                     _check_tokenizer(one.cutter, opened(label, prepared).cutter, label, sample)
                 checkpoints[label] = prepared.inputs[0]
@@ -91,6 +94,16 @@ def _noting_all(problems: list[WeightsmithError]) -> Iterator[None]:
 
 def _differences(plan: Plan, other: Plan) -> list[str]:
     return other_tensors(plan, other) or other_settings(plan.config, other.config)
+
+
+def _check_head(checkpoint: Checkpoint, label: str) -> None:
+    """Raise MismatchError for a head that is stored beside the embedding that config.json ties it to, with other numbers."""
+    specs = checkpoint.specs if tie_flag(checkpoint.config) else {}
+    embeddings = {name: spec for name, spec in specs.items() if not names_head(name)}
+    for head in filter(is_model_head, specs.values()):
+        embedding = tied_substitute(head, embeddings, checkpoint.config)
+        if embedding is not None and surely_differ(checkpoint, head.name, embedding):
+            raise trained_head(label, head.name, embedding)
 
 
 def _built_in_rows(one: Opened) -> list[str]:

@@ -189,7 +189,7 @@ class Pool:
             self._references.append(replace(reference, weights=heads.keep(reference.weights)))
             with self._named(label):
                 nats = [self._evaluator.own_losses(rows, reference) for rows in parts]
-            scores.append(_joined([_row_scores(rows, own) for rows, own in zip(parts, nats, strict=True)]))
+            scores.append(_joined([_row_scores(rows, row_nats) for rows, row_nats in zip(parts, nats, strict=True)]))
             del reference  # its head is in memory
         return scores
 

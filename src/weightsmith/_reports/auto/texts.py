@@ -41,10 +41,10 @@ OWN_ROWS = 20
 
 @dataclass(frozen=True, slots=True)
 class TextPair:
-    """The texts of a fine-tune, as files of one row on each line. given: the user's file, "" for text of its own."""
+    """The texts of a fine-tune, as files of one row on each line. user_file: the user's file, "" for text of its own."""
 
     name: str
-    given: str
+    user_file: str
     statistics: Path
     held: Path
 

@@ -256,7 +256,7 @@ def _computed(
     ):
         staging = opened.staging
         try:
-            results = opened.compute(Workload(results=kept_products(plan, staging, model_products.given), release=True)).results
+            results = opened.compute(Workload(results=kept_products(plan, staging, model_products.known), release=True)).results
         except WeightsmithError:
             if not staging.products:  # what fails first leaves nothing behind
                 staging.discard()

@@ -88,7 +88,7 @@ class Candidates(Closing):
 
     def rounded(self, values: Sequence[Scalar]) -> Values:
         """Numbers with few digits, and within their ranges."""
-        return tuple(_rounded(*each) for each in zip(self.tunables, self.whole, values, strict=True))
+        return tuple(_rounded(*parts) for parts in zip(self.tunables, self.whole, values, strict=True))
 
     def fill(self, values: Sequence[Scalar]) -> WrittenRecipe:
         """The recipe with these values."""

@@ -11,7 +11,7 @@ kept.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -43,6 +43,7 @@ from weightsmith._engine.resources import Resources, Workload
 from weightsmith._engine.results import JobMemory, Results
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure
+from weightsmith._models.structure.vocabulary import is_model_head, tie_flag
 from weightsmith._plans import Plan, Step
 from weightsmith._plans.parts import PartHashes
 from weightsmith._reports.evaluate.opening import Opened
@@ -55,7 +56,7 @@ from weightsmith.abc.product import Arrays, Floats, TensorSink, WholeTensor
 class Candidate:
     """A merge that is not written.
 
-    tensors  hashes of its tensors, by name: equal ones have equal bytes
+    tensors  hashes of the tensors that predictions depend on, by name: equal ones have equal bytes
     hashes   of all its parts
     """
 
@@ -67,8 +68,8 @@ class Candidate:
     @classmethod
     def of(cls, plan: Plan, inputs: Sequence[Checkpoint]) -> Candidate:
         """From a plan and its open models."""
-        hashes = PartHashes(plan)
-        return cls(plan, inputs, hashes.tensors(), hashes)
+        hashes, read = PartHashes(plan), _shapes((step.out for step in plan.steps), plan.config)
+        return cls(plan, inputs, {name: digest for name, digest in hashes.tensors().items() if name in read}, hashes)
 
 
 class MergedWeights:
@@ -254,13 +255,15 @@ class Evaluator:
         self.device = usable_device(resources.device)
         self._exact_head = exact_head
         self._threads = resources.workers
-        specs = {step.out.name: step.out for step in one.model.steps}
+        self._config = one.prepared.plan.config
+        read = _shapes((step.out for step in one.model.steps), self._config)
+        steps = [step for step in one.model.steps if step.out.name in read]
+        specs = {step.out.name: step.out for step in steps}
         memory = memory or JobMemory()
         self._weights = MergedWeights(
             specs, resources, self.device, budget // 2, allow_nonfinite=allow_nonfinite, memory=memory
         )
-        self._config = one.prepared.plan.config
-        self._parts = parts_of(one.model.structure, one.base, one.model.steps)
+        self._parts = parts_of(one.model.structure, one.base, steps)
         self._decoder = _build(self.base)
         self._states_budget = budget - (self._weights.nbytes if self._weights.holds_model else 0)
         self._states = dict[str, dict[int, tuple[str, Tensor]]]()
@@ -283,8 +286,7 @@ class Evaluator:
 
     def fits(self, plan: Plan) -> bool:
         """Whether a plan's model can be scored: same tensors and settings, ignoring dtypes."""
-        shapes = {step.out.name: step.out.shape for step in plan.steps}
-        if shapes != {name: spec.shape for name, spec in self._weights.specs.items()}:
+        if _shapes((step.out for step in plan.steps), plan.config) != _shapes(self._weights.specs.values(), self._config):
             return False
         return not other_settings(self._config, plan.config)
 
@@ -578,9 +580,15 @@ def _divergence(logs: Tensor, expected: Tensor) -> Tensor:
 
 def other_tensors(plan: Plan, other: Plan) -> list[str]:
     """Lines on the tensors of two plans that differ in shape, or that one of them lacks."""
-    here, there = ({step.out.name: step.out.shape for step in one.steps} for one in (plan, other))
+    here, there = (_shapes((step.out for step in one.steps), one.config) for one in (plan, other))
     names = [name for name in here | there if here.get(name) != there.get(name)]
     return [f"{name}: {_shape(there.get(name))} here, {_shape(here.get(name))} in the others" for name in names]
+
+
+def _shapes(specs: Iterable[TensorSpec], config: Mapping[str, Any] | None) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors that predictions depend on: a head that is tied is a copy of the embedding."""
+    tied = tie_flag(config)
+    return {spec.name: spec.shape for spec in specs if not (tied and is_model_head(spec))}
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:

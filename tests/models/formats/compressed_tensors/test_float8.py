@@ -57,10 +57,10 @@ def matrices(draw: st.DrawFn, elements: st.SearchStrategy[Any]) -> np.ndarray:
 @settings(max_examples=30)
 @given(matrices(ANY_FLOAT))
 def test_row_maxima_are_those_of_numpy(rows: np.ndarray) -> None:
-    found = np.empty(len(rows), np.float32)
-    block_maxima(rows.reshape(-1), rows.shape[1], 1, rows.shape[1], found)
+    maxima = np.empty(len(rows), np.float32)
+    block_maxima(rows.reshape(-1), rows.shape[1], 1, rows.shape[1], maxima)
     expected = np.where(np.isnan(rows), np.float32(0), np.abs(rows)).max(1)
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(maxima, expected)
 
 
 @pytest.mark.slow
@@ -172,8 +172,8 @@ class TestEncodings(EncodingTests):
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
 def test_plain_is_the_cast_of_numpy(dtype: str) -> None:
     rows = np.random.default_rng(0).standard_normal((5, 7)).astype(np.float32)
-    (found,) = encoded(rows, "plain", dtype)
-    np.testing.assert_array_equal(found, rows.astype(DTYPES[dtype].numpy))
+    (actual,) = encoded(rows, "plain", dtype)
+    np.testing.assert_array_equal(actual, rows.astype(DTYPES[dtype].numpy))
 
 
 @pytest.mark.parametrize(
@@ -225,8 +225,8 @@ def test_compressed_tensors_makes_the_same_codes_and_scales() -> None:
     assert their_scales.view(torch.int16).numpy().tobytes() == scales.tobytes()
     compressor = BaseCompressor.get_value_from_registry("float-quantized")
     state = {"weight": weight, "weight_scale": their_scales.float()}
-    made = compressor.compress(state, scheme)["weight"].view(torch.uint8).numpy()
-    np.testing.assert_array_equal(made, codes.view(np.uint8))
+    theirs = compressor.compress(state, scheme)["weight"].view(torch.uint8).numpy()
+    np.testing.assert_array_equal(theirs, codes.view(np.uint8))
     state = {"weight": torch.tensor(codes.view(np.uint8)).view(torch.float8_e4m3fn), "weight_scale": their_scales.float()}
     back = compressor.decompress(state, scheme)["weight"].numpy()
     np.testing.assert_array_equal(back, codes.astype(np.float32) * scales.astype(np.float32))

@@ -47,7 +47,7 @@ def group(bits: int, size: int | None, targets: object, *, symmetric: bool = Tru
 
 
 def write(folder: Path, groups: list[dict[str, Any]], tensors: dict[str, np.ndarray]) -> Path:
-    named = {f"group_{k}": each for k, each in enumerate(groups)}
+    named = {f"group_{k}": group for k, group in enumerate(groups)}
     entry = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": named}
     return write_checkpoint(folder, tensors, {"model_type": "llama", "quantization_config": entry})
 
@@ -127,8 +127,8 @@ def test_targets_tell_4_bits_from_8_if_the_shape_is_on_another_machine(targets: 
     eight, _ = weight(ATTENTION, 8, 128, (32, 128), np.int64)
     model = write(tmp_path, [group(4, None, targets[0]), group(8, None, targets[1])], {**four, **eight})
     with weightsmith.open_checkpoint(model, raw=True) as raw:
-        found = FORMAT.read(Elsewhere(raw.source), raw.config or {}, "m").source.specs
-        assert {name: spec.shape for name, spec in found.items()} == {
+        specs = FORMAT.read(Elsewhere(raw.source), raw.config or {}, "m").source.specs
+        assert {name: spec.shape for name, spec in specs.items()} == {
             f"{MLP}.weight": (32, 256),
             f"{ATTENTION}.weight": (32, 128),
         }
@@ -161,8 +161,8 @@ def test_groups_are_those_that_compressed_tensors_finds(groups: dict[str, list[s
     group_of = {target: name for name, targets in groups.items() for target in targets}
     for name in MODULES:
         module = torch.nn.Embedding(2, 2) if "embed" in name else torch.nn.Linear(2, 2)
-        found = match_targets(name, module, group_of)
-        assert ours.group_of(name) == (group_of[found[0]] if found else ""), name
+        matches = match_targets(name, module, group_of)
+        assert ours.group_of(name) == (group_of[matches[0]] if matches else ""), name
 
 
 @pytest.mark.parametrize(

@@ -54,23 +54,23 @@ def read(folder: Path) -> dict[str, np.ndarray]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_was_quantised_is_read_as_the_format_defines_it(name: str, models: Path, tmp_path: Path) -> None:
-    plain, found = read(models / "m"), read(models / name)
-    assert list(found) == list(plain)
+    plain, weights = read(models / "m"), read(models / name)
+    assert list(weights) == list(plain)
     joined = {tensor: np.abs(array.astype(np.float32)).max() for tensor, array in plain.items()}
     for i in range(2):
         for one, other in (("self_attn.q_proj", "self_attn.k_proj"), ("mlp.gate_proj", "mlp.up_proj")):
             both = [f"model.layers.{i}.{part}.weight" for part in (one, other)]
             joined |= dict.fromkeys(both, max(joined[tensor] for tensor in both))
-    for tensor, array in found.items():
+    for tensor, array in weights.items():
         if array.dtype != np.float32:
             np.testing.assert_array_equal(array, plain[tensor], tensor)
             continue
         expected, _ = decoded(name, plain[tensor].astype(np.float32), "BF16", joined[tensor])
         np.testing.assert_allclose(array, expected, rtol=2.0**-23, err_msg=tensor)
-    assert sum(array.dtype == np.float32 for array in found.values()) == 2 * len(PARTS)
+    assert sum(array.dtype == np.float32 for array in weights.values()) == 2 * len(PARTS)
     weightsmith.dequantize(models / name, tmp_path / "plain", progress=False, fsync=False)
     for tensor, array in read(tmp_path / "plain").items():
-        np.testing.assert_array_equal(array, found[tensor].astype(BF16), tensor)
+        np.testing.assert_array_equal(array, weights[tensor].astype(BF16), tensor)
     config = json.loads((tmp_path / "plain" / "config.json").read_text())
     assert config == {**CONFIG, "torch_dtype": "bfloat16"} or config == CONFIG
     weightsmith.verify(models / name)
@@ -103,7 +103,7 @@ def test_a_merge_stored_in_a_format_is_the_merge_and_then_the_format(name: str, 
     weightsmith.quantize(tmp_path / "merged", tmp_path / "then", name, progress=False, fsync=False, threads=1)
     once = (tmp_path / "once" / "model.safetensors").read_bytes()
     assert once == (tmp_path / "then" / "model.safetensors").read_bytes()
-    configs = [json.loads((tmp_path / made / "config.json").read_text()) for made in ("once", "then")]
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("once", "then")]
     assert configs[0] == configs[1]
     assert config_entries(configs[0])
 
@@ -275,10 +275,10 @@ def test_compressed_tensors_subtracts_the_same_zero_points(bits: int, group: int
 
 def test_the_group_is_the_largest_that_stores_the_most_weights(tmp_path: Path) -> None:
     write_model(tmp_path / "m", width=192)
-    made = weightsmith.quantize(tmp_path / "m", tmp_path / "q", "w4a16", progress=False, fsync=False)
-    assert made.plan.encodings == ("w4a16-g64",)
-    assert "groups of 64 are used" in made.warnings[0].what
-    entry = (made.plan.config or {})["quantization_config"]["config_groups"]["group_0"]["weights"]
+    quantised = weightsmith.quantize(tmp_path / "m", tmp_path / "q", "w4a16", progress=False, fsync=False)
+    assert quantised.plan.encodings == ("w4a16-g64",)
+    assert "groups of 64 are used" in quantised.warnings[0].what
+    entry = (quantised.plan.config or {})["quantization_config"]["config_groups"]["group_0"]["weights"]
     assert entry["group_size"] == 64
     with pytest.raises(PlanError, match="w4a16 has groups of 32, 64, 128, not of 48"):
         weightsmith.quantize(tmp_path / "m", tmp_path / "q2", "w4a16", group_size=48, progress=False)
@@ -291,19 +291,19 @@ def test_weights_of_other_widths_are_stored_as_they_are_with_a_warning(tmp_path:
         f"model.layers.{i}.mlp.{p}_proj.weight": np.ones((8, w), BF16) for i in range(2) for p, w in (("up", 64), ("down", 40))
     }
     write_checkpoint(tmp_path / "m", tensors, CONFIG)
-    made = weightsmith.quantize(tmp_path / "m", tmp_path / "q", "mxfp4", progress=False, fsync=False)
-    (warning,) = made.warnings
+    quantised = weightsmith.quantize(tmp_path / "m", tmp_path / "q", "mxfp4", progress=False, fsync=False)
+    (warning,) = quantised.warnings
     assert warning.what == "weights stored as they are: 2; its width 40 is not a multiple of 32"
-    assert r"re:.*\.mlp\.down_proj$" in (made.plan.config or {})["quantization_config"]["ignore"]
+    assert r"re:.*\.mlp\.down_proj$" in (quantised.plan.config or {})["quantization_config"]["ignore"]
 
 
 def test_mlx_quantises_the_vocabulary_too(models: Path, tmp_path: Path) -> None:
-    made = weightsmith.quantize(models / "m", tmp_path / "q", "mlx-4bit", progress=False, fsync=False)
-    stored = {step.out.name for step in made.plan.steps if step.encoding != "plain"}
+    quantised = weightsmith.quantize(models / "m", tmp_path / "q", "mlx-4bit", progress=False, fsync=False)
+    stored = {step.out.name for step in quantised.plan.steps if step.encoding != "plain"}
     assert "model.embed_tokens.weight" in stored
     assert "model.layers.0.mlp.gate.weight" not in stored
-    assert (made.plan.config or {})["quantization"] == {"group_size": 64, "bits": 4, "mode": "affine"}
-    assert set(encodings()) >= set(made.plan.encodings)
+    assert (quantised.plan.config or {})["quantization"] == {"group_size": 64, "bits": 4, "mode": "affine"}
+    assert set(encodings()) >= set(quantised.plan.encodings)
 
 
 # ---- transformers
@@ -352,20 +352,20 @@ def test_transformers_loads_the_weights_that_we_read(name: str, model: Path, tmp
     import torch
     import transformers
 
-    made = weightsmith.quantize(model, tmp_path / "q", name, progress=False, fsync=False)
-    warned = [warning.what for warning in made.warnings if "transformers" in warning.what]
+    quantised = weightsmith.quantize(model, tmp_path / "q", name, progress=False, fsync=False)
+    warned = [warning.what for warning in quantised.warnings if "transformers" in warning.what]
     if model.name == "experts" and name in MISREAD:
         assert warned
         return
     assert not warned
 
     def load(**options: Any) -> Any:
-        found, info = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path / "q", dtype=torch.bfloat16, output_loading_info=True, **options
         )
         assert not info["missing_keys"]
         assert not info["unexpected_keys"]
-        return found.eval()
+        return loaded.eval()
 
     dequantised = load(quantization_config=transformers.CompressedTensorsConfig(dequantize=True))
     weightsmith.dequantize(tmp_path / "q", tmp_path / "plain", progress=False, fsync=False)
@@ -374,9 +374,9 @@ def test_transformers_loads_the_weights_that_we_read(name: str, model: Path, tmp
         assert torch.equal(dequantised.state_dict()[tensor], values), tensor
     tokens = torch.arange(8)[None]
     with torch.no_grad():
-        expected, found = ours(tokens).logits, load()(tokens).logits
+        expected, actual = ours(tokens).logits, load()(tokens).logits
     rounded = name in ("fp8-dynamic", "fp8-block", "int8", "mxfp8")  # activations too
-    assert (found - expected).norm() <= (0.1 if rounded else 0) * expected.norm()
+    assert (actual - expected).norm() <= (0.1 if rounded else 0) * expected.norm()
 
 
 @pytest.mark.reader
@@ -392,8 +392,8 @@ def test_transformers_does_not_read_these_experts(name: str, tmp_path: Path) -> 
     weightsmith.quantize(source, tmp_path / "q", name, progress=False, fsync=False)
 
     def experts(folder: Path, **options: Any) -> Any:
-        found = transformers.AutoModelForCausalLM.from_pretrained(folder, **options).state_dict()
-        return found["model.layers.0.mlp.experts.down_proj"]
+        state = transformers.AutoModelForCausalLM.from_pretrained(folder, **options).state_dict()
+        return state["model.layers.0.mlp.experts.down_proj"]
 
     dequantised = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)}
     if name == "nvfp4a16":

@@ -85,8 +85,8 @@ def compressed(strategy: str, **weights: Any) -> dict[str, Any]:
     }
 
 
-def config_of(entry: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    return {"hidden_size": 8, "dtype": "bfloat16", "quantization_config": copy.deepcopy(entry), **more}
+def config_of(entry: Mapping[str, Any], **keys: Any) -> dict[str, Any]:
+    return {"hidden_size": 8, "dtype": "bfloat16", "quantization_config": copy.deepcopy(entry), **keys}
 
 
 def codes_of(rows: int, cols: int, seed: int = 0) -> np.ndarray:
@@ -102,14 +102,14 @@ def scales_of(*shape: int, dtype: Any = np.float32) -> np.ndarray:
 FORMATS = {"fp8": fp8.FORMAT, "compressed-tensors": compressed_tensors.FORMAT}
 
 
-def wrapped(entry: Mapping[str, Any], stored: Any, **more: Any) -> Wrapped:
+def wrapped(entry: Mapping[str, Any], stored: Any, **keys: Any) -> Wrapped:
     """stored: a source, or arrays by name."""
     source = Stored(stored) if isinstance(stored, dict) else stored
-    return FORMATS[entry["quant_method"]].read(source, config_of(entry, **more), "m")
+    return FORMATS[entry["quant_method"]].read(source, config_of(entry, **keys), "m")
 
 
-def weights_of(entry: Mapping[str, Any], arrays: Mapping[str, np.ndarray], **more: Any) -> list[ScaledWeight]:
-    source = wrapped(entry, arrays, **more).source
+def weights_of(entry: Mapping[str, Any], arrays: Mapping[str, np.ndarray], **keys: Any) -> list[ScaledWeight]:
+    source = wrapped(entry, arrays, **keys).source
     assert isinstance(source, DecodedTensors)
     return [weight for weight in source._weights.values() if isinstance(weight, ScaledWeight)]
 
@@ -165,8 +165,8 @@ def test_a_dequantised_weight_is_its_codes_times_the_scales(case: str, dtype: An
     assert weights_of(entry, arrays)[0].block == block
     assert {name: str(spec) for name, spec in source.specs.items()} == {"q.weight": f"q.weight {list(shape)} F32"}
     full = scales.reshape(-(-shape[0] // block[0]), -(-shape[1] // block[1]))
-    found = read(source, "q.weight").view(np.float32).reshape(shape)
-    np.testing.assert_array_equal(found, exact(codes, full, *block))
+    decoded = read(source, "q.weight").view(np.float32).reshape(shape)
+    np.testing.assert_array_equal(decoded, exact(codes, full, *block))
 
 
 @pytest.mark.slow
@@ -253,8 +253,8 @@ def test_reads_out_of_bounds_and_of_unknown_tensors() -> None:
 
 def test_nan_codes_and_scales_come_out_as_nan() -> None:
     arrays = {"q.weight": np.array([[0x7F, 0xFF, 0x30]], np.uint8).view(E4M3), "q.weight_scale": scales_of(1)}
-    found = read(source_of(compressed("tensor"), arrays), "q.weight").view(np.float32)
-    assert np.isnan(found).tolist() == [True, True, False]
+    decoded = read(source_of(compressed("tensor"), arrays), "q.weight").view(np.float32)
+    assert np.isnan(decoded).tolist() == [True, True, False]
     arrays["q.weight_scale"] = np.array([np.nan], np.float32)
     assert np.isnan(read(source_of(compressed("tensor"), arrays), "q.weight").view(np.float32)).all()
 
@@ -263,9 +263,9 @@ def test_nan_codes_and_scales_come_out_as_nan() -> None:
 
 
 def test_the_config_of_the_plain_model_and_the_dtype_it_is_written_as() -> None:
-    found = wrapped(DEEPSEEK, BLOCK_ARRAYS, text_config={"quantization_config": DEEPSEEK, "dtype": "float16", "layers": 2})
-    assert found.config == {"hidden_size": 8, "dtype": "bfloat16", "text_config": {"dtype": "float16", "layers": 2}}
-    assert found.notes == ()
+    opened = wrapped(DEEPSEEK, BLOCK_ARRAYS, text_config={"quantization_config": DEEPSEEK, "dtype": "float16", "layers": 2})
+    assert opened.config == {"hidden_size": 8, "dtype": "bfloat16", "text_config": {"dtype": "float16", "layers": 2}}
+    assert opened.notes == ()
     for config, dtype in (
         ({"dtype": "float16"}, "F16"),
         ({"torch_dtype": "float32", "dtype": None}, "F32"),
@@ -299,9 +299,9 @@ def test_scales_of_activations_and_of_the_kv_cache_are_dropped_with_a_note() -> 
         "attn.k_scale": one,
         "norm.weight": one,
     }
-    found = wrapped(entry, arrays)
-    assert list(found.source.specs) == ["attn.k_proj.weight", "norm.weight"]
-    text = "\n".join(map(str, found.notes))
+    opened = wrapped(entry, arrays)
+    assert list(opened.source.specs) == ["attn.k_proj.weight", "norm.weight"]
+    text = "\n".join(map(str, opened.notes))
     assert "KV cache's quantisation is dropped" in text
     assert "2 scale(s) of activations or of the KV cache are dropped" in text
 
@@ -382,8 +382,8 @@ def test_huge_blocks_are_the_matrix() -> None:
     arrays = {"q.weight": codes_of(6, 5), "q.weight_scale_inv": scales_of(1, 1)}
     entry = DEEPSEEK | {"weight_block_size": [10**30, 2**63]}
     assert weights_of(entry, arrays)[0].block == (6, 5)
-    found = read(source_of(entry, arrays), "q.weight").view(np.float32).reshape(6, 5)
-    np.testing.assert_array_equal(found, exact(arrays["q.weight"], arrays["q.weight_scale_inv"], 6, 5))
+    decoded = read(source_of(entry, arrays), "q.weight").view(np.float32).reshape(6, 5)
+    np.testing.assert_array_equal(decoded, exact(arrays["q.weight"], arrays["q.weight_scale_inv"], 6, 5))
 
 
 def test_an_empty_matrix_has_no_scales() -> None:
@@ -524,7 +524,7 @@ def test_a_merge_of_fp8_models_has_the_bytes_of_that_of_their_float32_twins(
 ) -> None:
     """Float32, not bf16: inputs are merged as they are stored, and rounded to the output's dtype once, at the end."""
     pairs = [fp8_model(tmp_path / f"m{k}", k, entry) for k in range(2)]
-    made = []
+    contents = []
     for out, models, dtype in (
         ("fp8", [pair[0] for pair in pairs], {}),
         ("plain", [pair[1] for pair in pairs], {"dtype": "bfloat16"}),
@@ -539,30 +539,30 @@ def test_a_merge_of_fp8_models_has_the_bytes_of_that_of_their_float32_twins(
         assert result.plan.config["dtype"] == "bfloat16"
         assert "quantization_config" not in result.plan.config
         reopen(result.plan).close()
-        made.append((tmp_path / out / "model.safetensors").read_bytes())
-    assert made[0] == made[1] == made[2]
+        contents.append((tmp_path / out / "model.safetensors").read_bytes())
+    assert contents[0] == contents[1] == contents[2]
 
 
 def test_an_fp8_model_alone_is_written_as_bf16(tmp_path: Path) -> None:
     """Each code times its scale in float32, then rounded to bf16: what other programs that dequantise a checkpoint write."""
     fp8, plain = fp8_model(tmp_path / "m", 3)
     weightsmith.merge({"merge_method": "passthrough", "models": [{"model": str(fp8)}]}, tmp_path / "out", fsync=False)
-    with open_checkpoint(tmp_path / "out") as found, open_checkpoint(plain) as expected:
-        assert list(found.specs) == list(expected.specs)
-        for name in found.specs:
-            assert found.read(name).tobytes() == expected.read(name).astype(BF16).tobytes(), name
+    with open_checkpoint(tmp_path / "out") as checkpoint, open_checkpoint(plain) as expected:
+        assert list(checkpoint.specs) == list(expected.specs)
+        for name in checkpoint.specs:
+            assert checkpoint.read(name).tobytes() == expected.read(name).astype(BF16).tobytes(), name
 
 
 @pytest.mark.slow
 def test_a_mixture_of_fp8_models(tmp_path: Path) -> None:
     pairs = [fp8_model(tmp_path / f"m{k}", k) for k in range(3)]
-    made = []
+    contents = []
     for out, which in (("fp8", 0), ("plain", 1)):
         base, *experts = (str(pair[which]) for pair in pairs)
         recipe = {"base_model": base, "gate_mode": "random", "dtype": "bfloat16"}
         weightsmith.moe({**recipe, "experts": [{"source_model": e} for e in experts]}, tmp_path / out, fsync=False)
-        made.append((tmp_path / out / "model.safetensors").read_bytes())
-    assert made[0] == made[1]
+        contents.append((tmp_path / out / "model.safetensors").read_bytes())
+    assert contents[0] == contents[1]
 
 
 @pytest.mark.slow
@@ -589,29 +589,29 @@ def test_tiles_have_the_rows_that_an_input_prefers_and_the_bytes_do_not_depend_o
         assert rows(1 << 20, ALIGNED_BYTES) == preferred
         if cols == 8192:
             assert rows(5 << 20, 0) == 128  # whole blocks, and no more memory
-    found = []
+    contents = []
     for k, options in enumerate(({}, {"threads": 1}, {"max_memory_bytes": 10**9})):
         weightsmith.merge(recipe, tmp_path / f"out{k}", fsync=False, **options)
-        found.append((tmp_path / f"out{k}" / "model.safetensors").read_bytes())
-    assert found[0] == found[1] == found[2]
+        contents.append((tmp_path / f"out{k}" / "model.safetensors").read_bytes())
+    assert contents[0] == contents[1] == contents[2]
 
 
 def test_a_memory_bound_leaves_the_tiles_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_checkpoint(
         tmp_path / "m", {"q.weight": codes_of(4, 4), "q.weight_scale_inv": scales_of(1, 1)}, config_of(DEEPSEEK)
     )
-    given: list[int] = []
+    alignments: list[int] = []
     original, names = Reader.__init__, signature(Reader.__init__)
 
     def init(self: Reader, *args: Any, **kwargs: Any) -> None:
-        given.append(names.bind(self, *args, **kwargs).arguments["resources"].aligned_bytes)
+        alignments.append(names.bind(self, *args, **kwargs).arguments["resources"].aligned_bytes)
         original(self, *args, **kwargs)
 
     monkeypatch.setattr(Reader, "__init__", init)
     recipe = {"merge_method": "passthrough", "models": [{"model": str(model)}]}
     weightsmith.merge(recipe, tmp_path / "a", fsync=False)
     weightsmith.merge(recipe, tmp_path / "b", fsync=False, max_memory_bytes=10**9)
-    assert given == [ALIGNED_BYTES, 0]
+    assert alignments == [ALIGNED_BYTES, 0]
 
 
 def test_what_other_encodings_hold_is_refused_when_a_recipe_names_them(tmp_path: Path) -> None:
@@ -661,9 +661,9 @@ def test_pruned_experts_keep_their_codes_and_scales(tmp_path: Path) -> None:
     with open_checkpoint(tmp_path / "out", raw=True) as after:
         for new, old in enumerate([2, 1]):
             for part in ("gate_proj.weight", "gate_proj.weight_scale_inv", "down_proj.weight"):
-                found = after.read(f"model.layers.0.mlp.experts.{new}.{part}")
+                actual = after.read(f"model.layers.0.mlp.experts.{new}.{part}")
                 expected = before[f"model.layers.0.mlp.experts.{old}.{part}"]
-                assert (found.dtype, found.tobytes()) == (expected.dtype, expected.tobytes())
+                assert (actual.dtype, actual.tobytes()) == (expected.dtype, expected.tobytes())
 
 
 def test_merged_experts_are_averaged_as_numbers(tmp_path: Path) -> None:
@@ -675,6 +675,6 @@ def test_merged_experts_are_averaged_as_numbers(tmp_path: Path) -> None:
     names = [f"model.layers.0.mlp.experts.{expert}.up_proj.weight" for expert in range(2)]
     values = [exact(before[name], before[f"{name}_scale_inv"], 128, 128).astype(np.float64) for name in names]
     with open_checkpoint(tmp_path / "out") as after:
-        found = after.read(names[0])
-        assert found.dtype == BF16
-        np.testing.assert_array_equal(found, (values[0] / 2 + values[1] / 2).astype(np.float32).astype(BF16))
+        actual = after.read(names[0])
+        assert actual.dtype == BF16
+        np.testing.assert_array_equal(actual, (values[0] / 2 + values[1] / 2).astype(np.float32).astype(BF16))

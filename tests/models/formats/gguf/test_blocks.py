@@ -67,10 +67,10 @@ def ours(kind: str, rows: Numbers, importances: Numbers | None) -> Numbers:
 @pytest.mark.parametrize("kind", sorted(ENCODED))
 def test_the_bytes_are_ggmls(kind: str, importances: str) -> None:
     weights = IMPORTANCES[importances]
-    given = None if weights is None else weights.astype(np.float32)
+    as_float32 = None if weights is None else weights.astype(np.float32)
     rows = np.concatenate([*ROWS.values()]).astype(np.float32)
-    expected, found = theirs(kind, rows, given), ours(kind, rows, given)
-    blocks = (expected.reshape(len(rows), -1) != found.reshape(len(rows), -1)).any(1).reshape(len(ROWS), 9)
+    expected, actual = theirs(kind, rows, as_float32), ours(kind, rows, as_float32)
+    blocks = (expected.reshape(len(rows), -1) != actual.reshape(len(rows), -1)).any(1).reshape(len(ROWS), 9)
     assert {name: int(count) for name, count in zip(ROWS, blocks.sum(1), strict=True) if count} == {}
 
 

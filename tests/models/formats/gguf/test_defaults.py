@@ -63,10 +63,10 @@ def older(settings: Mapping[str, Any]) -> dict[str, Any]:
     rope = settings.get("rope_parameters")
     if not isinstance(rope, dict) or "rope_theta" not in rope:
         return {}
-    beside = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
-    scaling = {name: value for name, value in rope.items() if name not in beside}
+    outside = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    scaling = {name: value for name, value in rope.items() if name not in outside}
     kept = {name: value for name, value in settings.items() if name != "rope_parameters"}
-    return kept | beside | {"rope_scaling": None if scaling == {"rope_type": "default"} else scaling}
+    return kept | outside | {"rope_scaling": None if scaling == {"rope_type": "default"} else scaling}
 
 
 def written(settings: Mapping[str, Any]) -> object:
@@ -119,12 +119,12 @@ def test_what_config_json_leaves_out_is_that_of_transformers(name: str) -> None:
     for setting, settings in cases:
         if not settings or (expected := complete(config_class, settings, model_class)) is None:
             continue
-        found, everything = written(settings), written(expected)
+        outcome, everything = written(settings), written(expected)
         compared += 1
-        if isinstance(found, str):
-            assert setting in found or isinstance(everything, str), (setting, found)  # what is wrong then is wrong in both
+        if isinstance(outcome, str):
+            assert setting in outcome or isinstance(everything, str), (setting, outcome)  # what is wrong then is wrong in both
         else:
-            assert found == everything, setting
+            assert outcome == everything, setting
     assert compared > 15
 
 
@@ -146,8 +146,8 @@ def test_what_vision_config_leaves_out_is_that_of_transformers(name: str) -> Non
     assert not isinstance(keys(full), str), keys(full)
     for setting, vision in without(full["vision_config"]):
         if (expected := complete(config_class, {**full, "vision_config": vision}, model_class)) is not None:
-            found = keys({**full, "vision_config": vision})
-            assert found == keys(expected) or (isinstance(found, str) and setting in found), setting
+            outcome = keys({**full, "vision_config": vision})
+            assert outcome == keys(expected) or (isinstance(outcome, str) and setting in outcome), setting
 
 
 @pytest.mark.parametrize("model_type", ["gemma3_text", "cohere2"])
@@ -200,9 +200,9 @@ def test_rope_scaling_beside_rope_parameters(changes: dict[str, Any], words: str
     model_class, config_class, arguments = LANGUAGE["qwen3"]
     settings = {**arguments, "model_type": "qwen3", "architectures": [model_class], **changes}
     if words:
-        found = written(settings)
-        assert isinstance(found, str)
-        assert words in found
+        outcome = written(settings)
+        assert isinstance(outcome, str)
+        assert words in outcome
     else:
         expected = complete(config_class, settings, model_class)
         assert expected is not None
@@ -224,9 +224,9 @@ def test_two_numbers_of_experts(name: str, one: str, other: str) -> None:
     full = complete(config_class, arguments, model_class)
     assert full is not None
     assert not isinstance(written({**full, one: 8, other: 8}), str)
-    found = written({**full, one: 8, other: 4})
-    assert isinstance(found, str)
-    assert f"{other} is 4, and {one}, which means the same, is 8" in found
+    outcome = written({**full, one: 8, other: 4})
+    assert isinstance(outcome, str)
+    assert f"{other} is 4, and {one}, which means the same, is 8" in outcome
 
 
 def test_deepseek_has_no_factor_of_its_own_under_yarn() -> None:
@@ -234,8 +234,8 @@ def test_deepseek_has_no_factor_of_its_own_under_yarn() -> None:
     for factor, words in ((1.0, None), (2.0, "attention_factor is 2.0, and llama.cpp takes 1 for granted")):
         full = complete(config_class, {**arguments, "rope_parameters": {**DEEP_YARN, "attention_factor": factor}}, model_class)
         assert full is not None
-        found = written(full)
-        assert words in found if words and isinstance(found, str) else not words and not isinstance(found, str)
+        outcome = written(full)
+        assert words in outcome if words and isinstance(outcome, str) else not words and not isinstance(outcome, str)
 
 
 @pytest.mark.parametrize("name", ["type", "rope_type"])

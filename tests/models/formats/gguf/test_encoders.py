@@ -103,9 +103,9 @@ def test_llama_cpp_computes_what_transformers_does(name: str, tmp_path: Path) ->
         for text in SAMPLES:
             if tokens := tokenizer.encode(text).ids[:50]:
                 theirs = vectors(ENCODERS[name][0], source, tokens)
-                found = judge.pooled(tokens) if theirs.ndim == 1 else judge.vectors(tokens)
+                ours = judge.pooled(tokens) if theirs.ndim == 1 else judge.vectors(tokens)
                 # llama.cpp's GELU is an approximation, and its attention rounds to float16
-                assert np.abs(found - theirs).max() < 1e-2 * max(1, np.abs(theirs).max())
+                assert np.abs(ours - theirs).max() < 1e-2 * max(1, np.abs(theirs).max())
 
 
 @needs_llama_cpp
@@ -125,13 +125,13 @@ def test_llama_cpp_pools_as_sentence_transformers_does(name: str, pooling: str, 
     from sentence_transformers import SentenceTransformer
 
     source = with_modules(save(name, tmp_path / "m"), pooling, "Normalize")
-    made = weightsmith.quantize(source, tmp_path / "q", "gguf-f32", progress=False)
-    assert not any("modules" in str(warning) for warning in made.warnings)
+    quantised = weightsmith.quantize(source, tmp_path / "q", "gguf-f32", progress=False)
+    assert not any("modules" in str(warning) for warning in quantised.warnings)
     theirs = SentenceTransformer(str(source), device="cpu").encode(TEXTS)
     with llama_cpp.Judge(tmp_path / "q" / "model.gguf") as judge:
         for text, expected in zip(TEXTS, theirs, strict=True):
-            found = judge.pooled(judge.tokens(text, around=True))
-            assert np.abs(found / np.linalg.norm(found) - expected).max() < 1e-3
+            ours = judge.pooled(judge.tokens(text, around=True))
+            assert np.abs(ours / np.linalg.norm(ours) - expected).max() < 1e-3
 
 
 @pytest.mark.parametrize("name", ENCODERS)
@@ -172,8 +172,8 @@ def test_what_comes_back_is_what_was_written(name: str, tmp_path: Path) -> None:
         unlike += tuple(encoder_help.SIZES)[:4] if name == "distilbert" else ()  # it has other names of them
         for key, value in before.items():
             if key not in unlike and value is not None:
-                found = after.get(key, value if key == "is_decoder" else None)
-                assert found == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value), key
+                actual = after.get(key, value if key == "is_decoder" else None)
+                assert actual == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value), key
         texts = [json.loads((Path(folder) / "tokenizer.json").read_text()) for folder in (source, back.folder)]
     ours, theirs = (Tokenizer.from_str(json.dumps(text)) for text in texts)
     for text in SAMPLES:
@@ -218,13 +218,13 @@ def test_nomics_published_settings_are_those_of_transformers(tmp_path: Path) -> 
 
 def test_heads_that_llama_cpp_does_not_have_are_named(tmp_path: Path) -> None:
     source = encoder_help.save("BertForMaskedLM", "BertConfig", wordpiece(), tmp_path / "m")
-    made = weightsmith.quantize(source, tmp_path / "q", "gguf-f32", progress=False)
-    assert [str(warning) for warning in made.warnings if "masked" in str(warning)]
-    reasons = {tensor.reason for tensor in made.plan.dropped}
+    quantised = weightsmith.quantize(source, tmp_path / "q", "gguf-f32", progress=False)
+    assert [str(warning) for warning in quantised.warnings if "masked" in str(warning)]
+    reasons = {tensor.reason for tensor in quantised.plan.dropped}
     assert reasons == {"the head that predicts masked tokens"}
     bare = encoder_help.save("BertModel", "BertConfig", wordpiece(), tmp_path / "bare")
-    made = weightsmith.quantize(bare, tmp_path / "bare-q", "gguf-f32", progress=False)
-    assert [warning.what for warning in made.warnings if "pooler" in str(warning)] == [
+    quantised = weightsmith.quantize(bare, tmp_path / "bare-q", "gguf-f32", progress=False)
+    assert [warning.what for warning in quantised.warnings if "pooler" in str(warning)] == [
         "left out, 2 tensors: the pooler: llama.cpp takes the vectors of tokens"
     ]
 
@@ -339,8 +339,8 @@ def test_normalisers_that_llama_cpp_does_not_have_are_named(tmp_path: Path) -> N
     tokenizer = json.loads((source / "tokenizer.json").read_text())
     tokenizer["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "NFKC"}, {"type": "NFD"}, {"type": "Lowercase"}]}
     (source / "tokenizer.json").write_text(json.dumps(tokenizer))
-    made = weightsmith.quantize(source, tmp_path / "q", "gguf-f32", progress=False)
-    assert [warning.what for warning in made.warnings if "normalizer" in str(warning)] == [
+    quantised = weightsmith.quantize(source, tmp_path / "q", "gguf-f32", progress=False)
+    assert [warning.what for warning in quantised.warnings if "normalizer" in str(warning)] == [
         "llama.cpp splits some texts otherwise than transformers, which a GGUF file cannot say: 'e\\u0301' (normalizer NFKC)"
     ]
     keys = keys_of(tmp_path / "q" / "model.gguf")
@@ -373,9 +373,9 @@ def test_a_merge_straight_to_gguf_is_the_merge_then_quantised(name: str, tmp_pat
     for seed, part in enumerate(("a", "b", "c")):
         source = save(name, tmp_path / part)
         if seed:
-            with weightsmith.open_checkpoint(source) as found:
-                tensors = {tensor: found.read(tensor) + np.float32(0.01 * seed) for tensor in found.specs}
-                config = found.config or {}
+            with weightsmith.open_checkpoint(source) as checkpoint:
+                tensors = {tensor: checkpoint.read(tensor) + np.float32(0.01 * seed) for tensor in checkpoint.specs}
+                config = checkpoint.config or {}
             write_checkpoint(source, tensors, config)
     models = [{"model": str(tmp_path / part), "parameters": {"weight": 0.7, "density": 0.5}} for part in "bc"]
     recipe = {"merge_method": "dare_ties", "base_model": str(tmp_path / "a"), "models": models, "dtype": "float32"}

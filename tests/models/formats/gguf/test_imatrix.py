@@ -19,12 +19,12 @@ def test_runs_of_columns_without_importances_count_as_one() -> None:
     assert with_defaults(ones * 3, 64)[1] == 0
     values = np.full((2, 40), 3, np.float32)  # the last run has eight columns
     values[0, :20], values[1, 32:], values[1, 0] = 0, SMALLEST / 2, 0
-    found, count = with_defaults(values.reshape(-1), 40)
+    filled, count = with_defaults(values.reshape(-1), 40)
     expected = values.copy()
     expected[0, :RUN], expected[1, 32:] = 1, 1
     assert count == 2
-    assert (found.reshape(2, 40) == expected).all()
-    assert found.dtype == np.float32
+    assert (filled.reshape(2, 40) == expected).all()
+    assert filled.dtype == np.float32
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +41,13 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def errors_of(path: Path, plain: Path) -> dict[str, list[float]]:
     """The relative error of each matrix of each tensor."""
     exact = {t.name: np.asarray(t.data, np.float32) for t in gguf.GGUFReader(plain).tensors}
-    found = {}
+    errors = {}
     for tensor in gguf.GGUFReader(path).tensors:
-        values, own = gguf.quants.dequantize(tensor.data, tensor.tensor_type), exact[tensor.name]
-        pairs = zip(values, own, strict=True) if own.ndim == 3 else [(values, own)]
-        found[tensor.name] = [float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs]
+        values, precise = gguf.quants.dequantize(tensor.data, tensor.tensor_type), exact[tensor.name]
+        pairs = zip(values, precise, strict=True) if precise.ndim == 3 else [(values, precise)]
+        errors[tensor.name] = [float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs]
         assert np.isfinite(values).all()
-    return found
+    return errors
 
 
 @pytest.mark.parametrize("name", ["q4_k_m", "iq2_xxs", "q5_0"])
@@ -64,10 +64,12 @@ def test_an_expert_that_no_token_reached_is_stored_as_well_as_the_others(name: s
         values.reshape(4, -1)[2] = 0
     importances["blk.0.ffn_down_exps.weight"].reshape(4, -1)[0, 5:60] = 0
     (tmp_path / "zero.dat").write_bytes(imatrix_bytes(importances))
-    made = weightsmith.quantize(mixture, tmp_path / "out", f"gguf-{name}", imatrix=str(tmp_path / "zero.dat"), progress=False)
-    [warning] = [str(each) for each in made.warnings if "importances" in str(each)]
+    quantised = weightsmith.quantize(
+        mixture, tmp_path / "out", f"gguf-{name}", imatrix=str(tmp_path / "zero.dat"), progress=False
+    )
+    [warning] = [str(warning) for warning in quantised.warnings if "importances" in str(warning)]
     runs = 256 // RUN
     assert f"{runs + 3 * runs + 2} runs of 16 columns, in 4 tensors, have no importances: they count as 1" in warning
-    for tensor, own in errors_of(tmp_path / "out" / "model.gguf", plain).items():
-        assert max(own) < 0.5, tensor
-        assert max(own) < 1.5 * min(own) + 1e-6, tensor
+    for tensor, errors in errors_of(tmp_path / "out" / "model.gguf", plain).items():
+        assert max(errors) < 0.5, tensor
+        assert max(errors) < 1.5 * min(errors) + 1e-6, tensor

@@ -53,9 +53,9 @@ def test_the_keys_are_those_of_gguf_py(name: str, card: str, tmp_path: Path) -> 
     expected = written_by_gguf_py(folder)
     for key in [key for key in expected if key.startswith("general.base_model.") and key.endswith(".version")]:
         del expected[key]
-    found = {key: value.value for key, value in origin_keys([ModelOrigin(name, read_card(folder))]).items()}
-    found.pop("general.version", None)
-    assert found == expected
+    keys = {key: value.value for key, value in origin_keys([ModelOrigin(name, read_card(folder))]).items()}
+    keys.pop("general.version", None)
+    assert keys == expected
 
 
 def test_a_hub_model_has_its_organization() -> None:
@@ -120,14 +120,14 @@ def test_a_user_states_keys(source: Path, tmp_path: Path) -> None:
     ]
     weightsmith.quantize(source, tmp_path / "q", "gguf-q8_0", metadata=stated, progress=False, fsync=False)
     weightsmith.quantize(source, tmp_path / "plain", "gguf-q8_0", progress=False, fsync=False)
-    found, plain = keys_of(tmp_path / "q" / "model.gguf"), keys_of(tmp_path / "plain" / "model.gguf")
+    keys, plain = keys_of(tmp_path / "q" / "model.gguf"), keys_of(tmp_path / "plain" / "model.gguf")
     expected = {"general.license": "apache-2.0", "general.name": "Acme: 8B = new", "general.tags": ["code", "math"]}
     expected |= {"acme.ticket": "7", "general.license.name": "x"}
-    assert {key: found[key] for key in expected} == expected
+    assert {key: keys[key] for key in expected} == expected
     assert plain["general.author"] == "Jo Doe"
-    assert "general.author" not in found
+    assert "general.author" not in keys
     ours = ("GGUF.kv_count", *expected, "general.author")
-    assert {k: v for k, v in found.items() if k not in ours} == {k: v for k, v in plain.items() if k not in ours}
+    assert {k: v for k, v in keys.items() if k not in ours} == {k: v for k, v in plain.items() if k not in ours}
 
 
 def test_the_last_of_two_counts_and_a_plan_keeps_it(source: Path, tmp_path: Path) -> None:

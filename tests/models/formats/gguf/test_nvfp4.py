@@ -111,10 +111,10 @@ def test_blocks_are_those_of_the_definition() -> None:
     encoding.encode(spec, rows, 0, [blocks, factor], np.array([largest], np.float32))
     number = factor.view(np.float32)[0]
     assert number == largest / np.float32(2688)
-    found = gguf.quants.dequantize(blocks.reshape(6, 72), gguf.GGMLQuantizationType.NVFP4) * number
-    groups, errors = np.abs(rows).reshape(6, 8, 16).max(2), np.abs(found - rows).reshape(6, 8, 16).max(2)
+    decoded = gguf.quants.dequantize(blocks.reshape(6, 72), gguf.GGMLQuantizationType.NVFP4) * number
+    groups, errors = np.abs(rows).reshape(6, 8, 16).max(2), np.abs(decoded - rows).reshape(6, 8, 16).max(2)
     assert (errors <= groups / 5 + number * 2.0**-10 * 6).all()
-    assert np.abs(found).max() == pytest.approx(largest, rel=1e-6)
+    assert np.abs(decoded).max() == pytest.approx(largest, rel=1e-6)
     encoding.encode(spec, np.zeros((6, 128), np.float32), 0, [blocks, factor], np.zeros(1, np.float32))
     assert (not blocks.any(), factor.view(np.float32)[0]) == (True, 1)
 

@@ -20,14 +20,14 @@ from weightsmith._models.checkpoint import open_checkpoint
 MODEL = "application/vnd.ollama.image.model"
 
 
-def pulled(folder: Path, gguf: Path, *more: dict[str, Any]) -> Path:
+def pulled(folder: Path, gguf: Path, *other_layers: dict[str, Any]) -> Path:
     """Ollama's folder with a model; its manifest."""
     digest = hashlib.sha256(gguf.read_bytes()).hexdigest()
     (folder / "blobs").mkdir(parents=True)
     shutil.copy(gguf, folder / "blobs" / f"sha256-{digest}")
     manifest = folder / "manifests" / "registry.ollama.ai" / "library" / "tiny" / "latest"
     manifest.parent.mkdir(parents=True)
-    layers = [{"mediaType": MODEL, "digest": f"sha256:{digest}", "size": gguf.stat().st_size}, *more]
+    layers = [{"mediaType": MODEL, "digest": f"sha256:{digest}", "size": gguf.stat().st_size}, *other_layers]
     manifest.write_text(json.dumps({"schemaVersion": 2, "layers": layers}))
     return manifest
 
@@ -115,18 +115,18 @@ def test_a_model_is_read_with_the_adapter_that_ollama_applies(gguf: Path, tmp_pa
     assert set(expected) == set(bake(str(manifest), tmp_path / "found"))
     with (
         open_checkpoint(tmp_path / "expected") as one,
-        open_checkpoint(tmp_path / "found") as found,
+        open_checkpoint(tmp_path / "found") as checkpoint,
         open_checkpoint(gguf) as base,
     ):
         for key in expected:
-            np.testing.assert_array_equal(one[key], found[key])
+            np.testing.assert_array_equal(one[key], checkpoint[key])
         assert (one[f"{name}.weight"] != base[f"{name}.weight"].astype(one[f"{name}.weight"].dtype)).any()
     notes = [note.what for note in weightsmith.plan(recipe(str(manifest))).warnings]
     assert "the model is read with 1 adapter applied, as Ollama does" in notes
     assert "layers of the manifest are left to Ollama: 'system'" in notes
     weightsmith.dequantize(manifest, tmp_path / "copy", progress=False)
-    with open_checkpoint(tmp_path / "copy") as copy, open_checkpoint(tmp_path / "found") as found:
-        np.testing.assert_array_equal(copy[f"{name}.weight"], found[f"{name}.weight"])
+    with open_checkpoint(tmp_path / "copy") as copy, open_checkpoint(tmp_path / "found") as checkpoint:
+        np.testing.assert_array_equal(copy[f"{name}.weight"], checkpoint[f"{name}.weight"])
 
 
 def test_a_plan_reads_the_adapters_of_a_manifest_again(gguf: Path, tmp_path: Path) -> None:
@@ -138,8 +138,8 @@ def test_a_plan_reads_the_adapters_of_a_manifest_again(gguf: Path, tmp_path: Pat
     plan = weightsmith.plan(recipe(str(manifest)))
     (tmp_path / "plan.json").write_text(json.dumps(plan.to_json()))
     weightsmith.run(tmp_path / "plan.json", tmp_path / "out", fsync=False)
-    with open_checkpoint(gguf) as base, open_checkpoint(tmp_path / "out") as found:
-        changed = [key for key in base if (found[key].astype(np.float32) != base[key].astype(found[key].dtype)).any()]
+    with open_checkpoint(gguf) as base, open_checkpoint(tmp_path / "out") as checkpoint:
+        changed = [key for key in base if (checkpoint[key].astype(np.float32) != base[key].astype(checkpoint[key].dtype)).any()]
     assert changed == ["model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp.up_proj.weight"]
 
 

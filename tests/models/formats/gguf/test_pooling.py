@@ -89,9 +89,13 @@ def model(tmp_path: Path) -> Path:
     """A Qwen3 whose names begin with layers., as in Qwen3-Embedding; its tokenizer puts another token than its eos last."""
     folder = tmp_path / "m"
     zoo.save("qwen3", tmp_path / "whole", 0, vocab_size=262, tie_word_embeddings=True, dtype="float32")
-    with weightsmith.open_checkpoint(tmp_path / "whole") as found:
-        tensors = {name.removeprefix("model."): np.array(found.read(name)) for name in found if not name.startswith("lm_head")}
-        config = dict(found.config or {})
+    with weightsmith.open_checkpoint(tmp_path / "whole") as checkpoint:
+        tensors = {
+            name.removeprefix("model."): np.array(checkpoint.read(name))
+            for name in checkpoint
+            if not name.startswith("lm_head")
+        }
+        config = dict(checkpoint.config or {})
     from tests.mini import write_checkpoint
 
     write_checkpoint(folder, tensors, config)
@@ -113,8 +117,8 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_an_embedding_model_has_its_pooling_and_the_token_that_ends_a_text(model: Path, tmp_path: Path) -> None:
-    made = weightsmith.quantize(model, tmp_path / "out", "gguf-f32", progress=False)
-    assert not {"modules.json", "1_Pooling/config.json"} & {name for names in made.plan.lacking.values() for name in names}
+    quantised = weightsmith.quantize(model, tmp_path / "out", "gguf-f32", progress=False)
+    assert not {"modules.json", "1_Pooling/config.json"} & {name for names in quantised.plan.lacking.values() for name in names}
     reader = gguf.GGUFReader(tmp_path / "out" / "model.gguf")
     keys = {name: field.contents() for name, field in reader.fields.items()}
     assert keys["qwen3.pooling_type"] == 3
@@ -138,12 +142,12 @@ def test_llama_cpp_computes_what_it_computes_of_the_whole_model(model: Path, tmp
         (model / name).rename(tmp_path / name)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "whole" / name).write_bytes((model / name).read_bytes())
-    found = []
+    logits = []
     for source in (model, tmp_path / "whole"):
         weightsmith.quantize(source, tmp_path / f"{source.name}-out", "gguf-f32", progress=False)
         with llama_cpp.Judge(tmp_path / f"{source.name}-out" / "model.gguf") as judge:
-            found.append(judge.logits([5, 6, 7, 261]))
-    assert np.array_equal(*found)
+            logits.append(judge.logits([5, 6, 7, 261]))
+    assert np.array_equal(*logits)
 
 
 # ---- rerankers that are language models
@@ -214,8 +218,8 @@ def test_a_reranker_straight_from_a_merge(tmp_path: Path) -> None:
 @pytest.mark.parametrize("settings", [{"true_token_id": 263}, {"true_token_id": "x", "false_token_id": 262}])
 def test_scores_that_llama_cpp_does_not_have_are_named(settings: Mapping[str, Any], tmp_path: Path) -> None:
     source = with_scores(reranker(tmp_path / "m"), settings)
-    made = weightsmith.quantize(source, tmp_path / "q", "gguf-f32", progress=False)
-    assert ["without its modules 'LogitScore'" in str(warning) for warning in made.warnings] == [True]
+    quantised = weightsmith.quantize(source, tmp_path / "q", "gguf-f32", progress=False)
+    assert ["without its modules 'LogitScore'" in str(warning) for warning in quantised.warnings] == [True]
 
 
 def test_a_file_with_tensors_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
@@ -261,8 +265,8 @@ def test_llama_cpp_makes_the_vectors_of_embedding_gemma(tmp_path: Path) -> None:
     from sentence_transformers import SentenceTransformer
 
     source = embedding_gemma(tmp_path / "m")
-    made = weightsmith.quantize(source, tmp_path / "q", "gguf-f32", progress=False)
-    assert not any("Dense" in str(warning) for warning in made.warnings)
+    quantised = weightsmith.quantize(source, tmp_path / "q", "gguf-f32", progress=False)
+    assert not any("Dense" in str(warning) for warning in quantised.warnings)
     path = tmp_path / "q" / "model.gguf"
     keys = {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
     assert (keys["general.architecture"], keys["gemma-embedding.pooling_type"]) == ("gemma-embedding", 1)
@@ -273,8 +277,8 @@ def test_llama_cpp_makes_the_vectors_of_embedding_gemma(tmp_path: Path) -> None:
     theirs = SentenceTransformer(str(source), device="cpu").encode(texts)
     with llama_cpp.Judge(path) as judge:
         for text, expected in zip(texts, theirs, strict=True):
-            found = judge.pooled(judge.tokens(text, around=True))
-            assert np.abs(found / np.linalg.norm(found) - expected).max() < 1e-3
+            ours = judge.pooled(judge.tokens(text, around=True))
+            assert np.abs(ours / np.linalg.norm(ours) - expected).max() < 1e-3
 
 
 @pytest.mark.parametrize(
@@ -282,8 +286,8 @@ def test_llama_cpp_makes_the_vectors_of_embedding_gemma(tmp_path: Path) -> None:
 )
 def test_matrices_that_llama_cpp_does_not_have_are_left_out(changes: dict[str, Any], tmp_path: Path) -> None:
     source = embedding_gemma(tmp_path / "m", **changes)
-    made = weightsmith.quantize(source, tmp_path / "q", "gguf-f32", progress=False)
-    assert [warning.what[:20] for warning in made.warnings if "Dense" in str(warning)] == [
+    quantised = weightsmith.quantize(source, tmp_path / "q", "gguf-f32", progress=False)
+    assert [warning.what[:20] for warning in quantised.warnings if "Dense" in str(warning)] == [
         "left out, 2 tensors:",
         "the file holds the m",
     ]

@@ -42,14 +42,14 @@ HEADS = {"attn_q": 4, "attn_k": 2}
 
 def expected(tensors: dict[str, tuple[np.ndarray, str]]) -> dict[str, np.ndarray]:
     """What the Hub's checkpoint of these tensors has, in model order."""
-    found = {}
+    by_name = {}
     for name, (values, kind) in tensors.items():
         array, heads = decoded(values, kind), HEADS.get(name.split(".")[-2])
         if heads:  # each head: neighbours there are half a head apart here
             head = np.arange(len(array)).reshape(heads, -1)
             array = array[np.concatenate([head[:, 0::2], head[:, 1::2]], 1).reshape(-1)]
-        found[str(Llama().hub_name(name))] = array
-    return {name: found[name] for name in sorted(found, key=natural_key)}
+        by_name[str(Llama().hub_name(name))] = array
+    return {name: by_name[name] for name in sorted(by_name, key=natural_key)}
 
 
 class TestGguf(SourceTests):
@@ -101,8 +101,8 @@ def test_every_type_of_blocks_is_read_as_by_another_reader(dtype: DType, tmp_pat
     path = write_gguf(tmp_path / "a.gguf", "qwen2", tensors, {**KEYS, "embedding_length": 512})
     with np.errstate(all="ignore"):
         theirs = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType(TYPE_IDS[dtype.name]))
-    with open_checkpoint(path) as found:
-        assert np.array_equal(found.read("model.embed_tokens.weight", slice(2, 5)), theirs[2:5], equal_nan=True)
+    with open_checkpoint(path) as checkpoint:
+        assert np.array_equal(checkpoint.read("model.embed_tokens.weight", slice(2, 5)), theirs[2:5], equal_nan=True)
 
 
 def test_norms_of_gemma_and_experts_of_mixtral(tmp_path: Path) -> None:
@@ -111,20 +111,20 @@ def test_norms_of_gemma_and_experts_of_mixtral(tmp_path: Path) -> None:
     norm = rng.standard_normal(64).astype(np.float32)
     keys = {**KEYS, "attention.key_length": 16, "attention.value_length": 16, "attention.sliding_window": 32}
     gemma = write_gguf(tmp_path / "g.gguf", "gemma2", {**ends, "blk.0.post_ffw_norm.weight": (norm + 1, "F32")}, keys)
-    with open_checkpoint(gemma) as found:
-        read = found.read("model.layers.0.post_feedforward_layernorm.weight")
+    with open_checkpoint(gemma) as checkpoint:
+        read = checkpoint.read("model.layers.0.post_feedforward_layernorm.weight")
         assert np.array_equal(read, (norm + np.float32(1)) - np.float32(1))
-        assert found.config is not None
-        assert (found.config["query_pre_attn_scalar"], found.config["sliding_window"]) == (16, 32)
+        assert checkpoint.config is not None
+        assert (checkpoint.config["query_pre_attn_scalar"], checkpoint.config["sliding_window"]) == (16, 32)
     experts = rng.standard_normal((4, 96, 64)).astype(np.float32)
     tensors = {**ends, "blk.0.ffn_up_exps.weight": (experts, "Q4_0"), "blk.0.ffn_gate_inp.weight": (experts[:, 0], "F32")}
     mixtral = write_gguf(tmp_path / "m.gguf", "llama", tensors, {**KEYS, "expert_count": 4, "expert_used_count": 2})
-    with open_checkpoint(mixtral) as found:
-        third = found.read("model.layers.0.block_sparse_moe.experts.3.w3.weight")
+    with open_checkpoint(mixtral) as checkpoint:
+        third = checkpoint.read("model.layers.0.block_sparse_moe.experts.3.w3.weight")
         assert np.array_equal(third, decoded(experts[3], "Q4_0"))
-        assert found.config is not None
-        assert found.config["architectures"] == ["MixtralForCausalLM"]
-        assert np.array_equal(found.read("model.layers.0.block_sparse_moe.gate.weight"), experts[:, 0])
+        assert checkpoint.config is not None
+        assert checkpoint.config["architectures"] == ["MixtralForCausalLM"]
+        assert np.array_equal(checkpoint.read("model.layers.0.block_sparse_moe.gate.weight"), experts[:, 0])
 
 
 def nvfp4(values: np.ndarray) -> np.ndarray:
@@ -153,16 +153,16 @@ def test_weights_are_multiplied_by_their_factors(tmp_path: Path) -> None:
     keys = {**KEYS, "expert_count": 4, "expert_used_count": 2}
     path = write_gguf(tmp_path / "m.gguf", "llama", tensors, keys)
     kind = gguf.GGMLQuantizationType.NVFP4
-    with open_checkpoint(path) as found:
+    with open_checkpoint(path) as checkpoint:
         up = gguf.quants.dequantize(experts, kind).astype(np.float32) * factors[:, None, None]
         for expert in range(4):
-            assert np.array_equal(found.read(f"model.layers.0.block_sparse_moe.experts.{expert}.w3.weight"), up[expert])
+            assert np.array_equal(checkpoint.read(f"model.layers.0.block_sparse_moe.experts.{expert}.w3.weight"), up[expert])
         rows = from_llama_order(gguf.quants.dequantize(query, kind).reshape(-1) * np.float32(0.02), 16, 64).reshape(64, 64)
-        assert np.array_equal(found.read("model.layers.0.self_attn.q_proj.weight"), rows)
-        assert np.array_equal(found.read("model.layers.0.self_attn.o_proj.weight"), plain * np.float32(0.25))
+        assert np.array_equal(checkpoint.read("model.layers.0.self_attn.q_proj.weight"), rows)
+        assert np.array_equal(checkpoint.read("model.layers.0.self_attn.o_proj.weight"), plain * np.float32(0.25))
         down = gguf.quants.dequantize(tensors["blk.0.ffn_down_exps.weight"][0], kind)
-        assert np.array_equal(found.read("model.layers.0.block_sparse_moe.experts.3.w2.weight"), down[3] * np.float32(2))
-        assert not any("scale" in name for name in found.specs)
+        assert np.array_equal(checkpoint.read("model.layers.0.block_sparse_moe.experts.3.w2.weight"), down[3] * np.float32(2))
+        assert not any("scale" in name for name in checkpoint.specs)
     tensors["blk.0.ffn_up_exps.scale"] = np.float32([1, 2]), "F32"
     with pytest.raises(FormatError, match=r"ffn_up_exps\.scale' is F32 \[2\], and not F32 of 1 or 4 numbers"):
         open_checkpoint(write_gguf(tmp_path / "m.gguf", "llama", tensors, keys))
@@ -213,7 +213,10 @@ def test_names_are_the_same_in_both_directions() -> None:
 
 def test_what_an_architecture_does_is_in_two_classes() -> None:
     """Its own, and `GgufArchitecture`, or of encoders `Encoder`; or one between them."""
-    depths = {type(each).__name__: len(type(each).__mro__) - isinstance(each, Encoder) for each in architectures()}
+    depths = {
+        type(architecture).__name__: len(type(architecture).__mro__) - isinstance(architecture, Encoder)
+        for architecture in architectures()
+    }
     assert [name for name, depth in depths.items() if depth > 4] == []
 
 
@@ -223,8 +226,8 @@ def test_a_split_file_is_one_model_whichever_part_is_named(tmp_path: Path) -> No
     write_gguf(paths[0], "llama", dict(list(tensors.items())[:4]), KEYS, (0, 2))
     write_gguf(paths[1], "llama", dict(list(tensors.items())[4:]), {}, (1, 2))
     for place in (tmp_path, *paths):
-        with open_checkpoint(place) as found:
-            assert set(found.specs) == set(expected(tensors))
+        with open_checkpoint(place) as checkpoint:
+            assert set(checkpoint.specs) == set(expected(tensors))
     paths[1].unlink()
     with pytest.raises(FormatError, match=r"1 of 2 parts are missing: m-00002-of-00002\.gguf"):
         open_checkpoint(tmp_path)
@@ -263,13 +266,13 @@ def test_the_model_and_the_tokenizer_are_those_that_transformers_makes(tiny: Pat
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tiny.parent, gguf_file=tiny.name, quantization_config=transformers.GgufConfig(dequantize=True), dtype=torch.bfloat16
     )
-    with open_checkpoint(tiny) as found:
+    with open_checkpoint(tiny) as checkpoint:
         state = theirs.state_dict()
-        assert set(state) - {"lm_head.weight"} == set(found.specs)
-        for name in found.specs:
-            rounded = found.read(name).astype(found.natural_dtype(name).numpy)
+        assert set(state) - {"lm_head.weight"} == set(checkpoint.specs)
+        for name in checkpoint.specs:
+            rounded = checkpoint.read(name).astype(checkpoint.natural_dtype(name).numpy)
             assert rounded.tobytes() == state[name].view(torch.int16).numpy().tobytes(), name
-        ours = transformers.AutoConfig.from_pretrained(found.folder).to_dict()
+        ours = transformers.AutoConfig.from_pretrained(checkpoint.folder).to_dict()
     unlike = ("architectures", "dtype", "_model_name_or_path", "_name_or_path", "quantization_config", "unk_token_id")
     for key, value in theirs.config.to_dict().items():
         expected_value = pytest.approx(value, rel=1e-6) if isinstance(value, float) else value
@@ -300,9 +303,9 @@ def test_tokens_are_those_that_transformers_makes(architecture: str, keys: dict[
     tensors = {"token_embd.weight": (np.ones((len(keys["tokenizer.ggml.tokens"]), 64)), "F32")}
     path = write_gguf(tmp_path / "a.gguf", architecture, tensors, {**sizes, **keys})
     theirs, _ = convert_gguf_tokenizer(*get_gguf_tokenizer(str(path))[:2])
-    with open_checkpoint(path) as found:
-        ours = Tokenizer.from_file(str(found.folder / "tokenizer.json"))
-        config = json.loads((found.folder / "tokenizer_config.json").read_text())
+    with open_checkpoint(path) as checkpoint:
+        ours = Tokenizer.from_file(str(checkpoint.folder / "tokenizer.json"))
+        config = json.loads((checkpoint.folder / "tokenizer_config.json").read_text())
         for text in TEXTS:
             # transformers leaves out the space before a text that begins with one; llama.cpp and SentencePiece do not.
             lost = text.startswith(" ") and (architecture, keys) == ("llama", SENTENCEPIECE)
@@ -312,7 +315,7 @@ def test_tokens_are_those_that_transformers_makes(architecture: str, keys: dict[
         assert config.get("chat_template") == keys.get("tokenizer.chat_template")
         adds_first = "tokenizer.ggml.scores" in keys
         assert (ours.encode("ab").ids[0] == 1) == adds_first == config["add_bos_token"]
-        loaded = transformers.AutoTokenizer.from_pretrained(found.folder)
+        loaded = transformers.AutoTokenizer.from_pretrained(checkpoint.folder)
         assert loaded("ab a b").input_ids == ours.encode("ab a b").ids
 
 
@@ -320,14 +323,18 @@ def test_tokens_are_those_that_transformers_makes(architecture: str, keys: dict[
 def test_spaces_at_the_start_of_a_text_are_kept(prefix: bool, tmp_path: Path) -> None:
     keys = {**SIZES, **SENTENCEPIECE, "tokenizer.ggml.add_space_prefix": prefix}
     tensors = {"token_embd.weight": (np.ones((len(SENTENCEPIECE["tokenizer.ggml.tokens"]), 64)), "F32")}
-    with open_checkpoint(write_gguf(tmp_path / "a.gguf", "llama", tensors, keys)) as found:
-        made = Tokenizer.from_file(str(found.folder / "tokenizer.json"))
+    with open_checkpoint(write_gguf(tmp_path / "a.gguf", "llama", tensors, keys)) as checkpoint:
+        tokenizer = Tokenizer.from_file(str(checkpoint.folder / "tokenizer.json"))
         for text in ("ab", " ab", "   ab", "ab a", ""):
-            assert made.decode(made.encode(text, add_special_tokens=False).ids) == text
-            first = made.encode(text, add_special_tokens=False).tokens[:1]
+            assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids) == text
+            first = tokenizer.encode(text, add_special_tokens=False).tokens[:1]
             assert [token[:1] == "\u2581" for token in first] == [prefix or text.startswith(" ")][: len(first)]
         written, _ = tokenizer_keys(
-            {"tokenizer.json": (found.folder / "tokenizer.json").read_bytes()}, {}, Llama(), len(made.get_vocab()), "m"
+            {"tokenizer.json": (checkpoint.folder / "tokenizer.json").read_bytes()},
+            {},
+            Llama(),
+            len(tokenizer.get_vocab()),
+            "m",
         )
         assert written["tokenizer.ggml.add_space_prefix"].value is prefix
 
@@ -336,19 +343,19 @@ def test_digits_are_split_as_the_file_says(tmp_path: Path) -> None:
     for pre, ids in (("smollm", 2), ("gpt-2", 1)):
         keys = {**BYTE_LEVEL, "tokenizer.ggml.pre": pre}
         tensors = {"token_embd.weight": (np.ones((262, 64)), "F32")}
-        with open_checkpoint(write_gguf(tmp_path / f"{pre}.gguf", "llama", tensors, {**SIZES, **keys})) as found:
-            assert len(Tokenizer.from_file(str(found.folder / "tokenizer.json")).encode("12").ids) == ids
-            assert not found.notes
+        with open_checkpoint(write_gguf(tmp_path / f"{pre}.gguf", "llama", tensors, {**SIZES, **keys})) as checkpoint:
+            assert len(Tokenizer.from_file(str(checkpoint.folder / "tokenizer.json")).encode("12").ids) == ids
+            assert not checkpoint.notes
 
 
 def test_a_tokenizer_that_is_not_known(tmp_path: Path) -> None:
     tensors = {"token_embd.weight": (np.ones((262, 64)), "F32")}
     keys = {**SIZES, **BYTE_LEVEL, "tokenizer.ggml.pre": "somebodys"}
-    with open_checkpoint(write_gguf(tmp_path / "a.gguf", "llama", tensors, keys)) as found:
-        assert "the way called 'somebodys' (tokenizer.ggml.pre) is not known" in str(found.notes[0])
-    with open_checkpoint(write_gguf(tmp_path / "b.gguf", "llama", tensors, SIZES)) as found:
-        assert found.files == ("config.json",)
-        assert "no tokenizer that can be read" in str(found.notes[0])
+    with open_checkpoint(write_gguf(tmp_path / "a.gguf", "llama", tensors, keys)) as checkpoint:
+        assert "the way called 'somebodys' (tokenizer.ggml.pre) is not known" in str(checkpoint.notes[0])
+    with open_checkpoint(write_gguf(tmp_path / "b.gguf", "llama", tensors, SIZES)) as checkpoint:
+        assert checkpoint.files == ("config.json",)
+        assert "no tokenizer that can be read" in str(checkpoint.notes[0])
 
 
 def test_scaled_frequencies(tmp_path: Path) -> None:
@@ -360,10 +367,10 @@ def test_scaled_frequencies(tmp_path: Path) -> None:
     assert quotients.tolist() == pytest.approx((50000.0 ** (-np.arange(8) / 8) / theirs.numpy()).tolist(), rel=1e-5)
     assert len(set(quotients.tolist())) == 3
     tensors = {**llama(), "rope_freqs.weight": (quotients, "F32")}
-    with open_checkpoint(write_gguf(tmp_path / "a.gguf", "llama", tensors, keys)) as found:
-        assert found.config is not None
-        assert found.config["rope_scaling"] == {"rope_type": "llama3", **scaling}
-        identity = found.identity
+    with open_checkpoint(write_gguf(tmp_path / "a.gguf", "llama", tensors, keys)) as checkpoint:
+        assert checkpoint.config is not None
+        assert checkpoint.config["rope_scaling"] == {"rope_type": "llama3", **scaling}
+        identity = checkpoint.identity
     tensors["rope_freqs.weight"] = quotients * np.float32(0.5), "F32"
     with pytest.raises(Unsupported, match="not scaled as Llama 3's"):
         open_checkpoint(write_gguf(tmp_path / "a.gguf", "llama", tensors, keys))
@@ -372,21 +379,21 @@ def test_scaled_frequencies(tmp_path: Path) -> None:
     factors = {f"rope_factors_{k}.weight": (np.arange(1, 9) * x, "F32") for k, x in (("long", 2.5), ("short", 1.1))}
     keys = {**KEYS, "rope.scaling.original_context_length": 16}
     tensors = {"token_embd.weight": llama()["token_embd.weight"], **factors}
-    with open_checkpoint(write_gguf(tmp_path / "a.gguf", "phi3", tensors, keys)) as found:
-        assert found.config is not None
-        assert found.config["rope_scaling"]["long_factor"][:2] == [2.5, 5.0]
-        assert found.config["rope_scaling"]["short_factor"][:2] == [1.1, 2.2]
-        assert found.config["original_max_position_embeddings"] == 16
-        assert found.identity != identity
+    with open_checkpoint(write_gguf(tmp_path / "a.gguf", "phi3", tensors, keys)) as checkpoint:
+        assert checkpoint.config is not None
+        assert checkpoint.config["rope_scaling"]["long_factor"][:2] == [2.5, 5.0]
+        assert checkpoint.config["rope_scaling"]["short_factor"][:2] == [1.1, 2.2]
+        assert checkpoint.config["original_max_position_embeddings"] == 16
+        assert checkpoint.identity != identity
 
 
 def test_keys_that_a_family_may_leave_out(tmp_path: Path) -> None:
-    def config(architecture: str, **more: Any) -> dict[str, Any]:
+    def config(architecture: str, **overrides: Any) -> dict[str, Any]:
         tensors = {"token_embd.weight": llama()["token_embd.weight"]}
-        keys = {**KEYS, **{name.replace("__", "."): value for name, value in more.items()}}
-        with open_checkpoint(write_gguf(tmp_path / "a.gguf", architecture, tensors, keys)) as found:
-            assert found.config is not None
-            return found.config
+        keys = {**KEYS, **{name.replace("__", "."): value for name, value in overrides.items()}}
+        with open_checkpoint(write_gguf(tmp_path / "a.gguf", architecture, tensors, keys)) as checkpoint:
+            assert checkpoint.config is not None
+            return checkpoint.config
 
     assert config("phi3")["sliding_window"] is None
     assert config("phi3", attention__sliding_window=0)["sliding_window"] is None
@@ -494,9 +501,9 @@ def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
 def test_without_libgguf_plain_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "libgguf", None)
     plain = {name: (values, "F32") for name, (values, _) in llama().items()}
-    with open_checkpoint(write_gguf(tmp_path / "f32.gguf", "llama", plain, KEYS)) as found:
-        assert found.read("model.norm.weight").dtype == np.float32
-        assert found.natural_dtype("model.norm.weight").name == "F32"
+    with open_checkpoint(write_gguf(tmp_path / "f32.gguf", "llama", plain, KEYS)) as checkpoint:
+        assert checkpoint.read("model.norm.weight").dtype == np.float32
+        assert checkpoint.natural_dtype("model.norm.weight").name == "F32"
     monkeypatch.undo()
     path = write_gguf(tmp_path / "q.gguf", "llama", llama(), KEYS)
     monkeypatch.setitem(sys.modules, "libgguf", None)
@@ -506,7 +513,7 @@ def test_without_libgguf_plain_files_are_read(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_temporary_folder_is_removed(tiny: Path) -> None:
-    found = open_checkpoint(tiny)
-    assert (found.folder / "config.json").exists()
-    found.close()
-    assert not found.folder.exists()
+    checkpoint = open_checkpoint(tiny)
+    assert (checkpoint.folder / "config.json").exists()
+    checkpoint.close()
+    assert not checkpoint.folder.exists()

@@ -48,9 +48,9 @@ def strip_as_phi3(tokenizer: dict[str, Any]) -> None:
 
 
 def written(model: Path, out: Path) -> tuple[dict[str, Any], list[str]]:
-    made = weightsmith.quantize(model, out, "gguf-f32", progress=False)
+    quantised = weightsmith.quantize(model, out, "gguf-f32", progress=False)
     fields = gguf.GGUFReader(out / "model.gguf").fields
-    return {name: field.contents() for name, field in fields.items()}, [str(each) for each in made.warnings]
+    return {name: field.contents() for name, field in fields.items()}, [str(warning) for warning in quantised.warnings]
 
 
 @needs_llama_cpp
@@ -58,7 +58,7 @@ def test_phi3s_turns_have_the_tokens_that_transformers_gives_them(tmp_path: Path
     model = model_with(tmp_path / "merged", PHI_KEYS, strip_as_phi3)
     keys, warnings = written(model, tmp_path / "out")
     assert keys["general.name"] == "M (Phi-3)"
-    assert not any("splits some texts" in each for each in warnings)
+    assert not any("splits some texts" in warning for warning in warnings)
     text = "<|user|>\na<|end|>\n<|assistant|>\n"
     expected = transformers.AutoTokenizer.from_pretrained(model).encode(text, add_special_tokens=False)
     with llama_cpp.Judge(tmp_path / "out" / "model.gguf") as judge:
@@ -129,7 +129,7 @@ def test_the_examples_have_other_tokens_in_llama_cpp(example: str, tmp_path: Pat
 
     model = model_with(tmp_path, BYTE_LEVEL, change)
     _, warnings = written(model, tmp_path / "out")
-    [warning] = [each for each in warnings if "splits some texts otherwise" in each]
+    [warning] = [warning for warning in warnings if "splits some texts otherwise" in warning]
     text = {"normalizer NFC": "e\u0301", "lstrip": "a <|im_end|>", "rstrip": "<|im_end|> a", "single_word": "a<|im_end|>a"}[
         example
     ]
@@ -153,9 +153,9 @@ def test_words_are_looked_up_whole_as_tokenizer_json_says(whole: bool, tmp_path:
         tokenizer["model"]["ignore_merges"] = whole
 
     model = model_with(tmp_path, keys, change)
-    found, warnings = written(model, tmp_path / "out")
-    assert found["tokenizer.ggml.pre"] == ("llama-bpe" if whole else "smaug-bpe")
-    assert not any("ignore_merges" in each for each in warnings)
+    written_keys, warnings = written(model, tmp_path / "out")
+    assert written_keys["tokenizer.ggml.pre"] == ("llama-bpe" if whole else "smaug-bpe")
+    assert not any("ignore_merges" in warning for warning in warnings)
     expected = transformers.PreTrainedTokenizerFast(tokenizer_file=str(model / "tokenizer.json")).encode("cd 12")
     assert (261 in expected) == whole
     with llama_cpp.Judge(tmp_path / "out" / "model.gguf") as judge:
@@ -166,7 +166,7 @@ def test_words_are_looked_up_whole_as_tokenizer_json_says(whole: bool, tmp_path:
 def test_a_space_before_the_first_text_alone_has_an_example(tmp_path: Path) -> None:
     model = model_with(tmp_path, PHI_KEYS, lambda tokenizer: None)
     _, warnings = written(model, tmp_path / "out")
-    assert any("'<|user|>a' (prepend_scheme first)" in each for each in warnings)
+    assert any("'<|user|>a' (prepend_scheme first)" in warning for warning in warnings)
     expected = transformers.AutoTokenizer.from_pretrained(model).encode("<|user|>a", add_special_tokens=False)
     with llama_cpp.Judge(tmp_path / "out" / "model.gguf") as judge:
         assert judge.tokens("<|user|>a") != expected
@@ -181,4 +181,4 @@ def test_a_way_to_merge_that_no_file_can_say_has_an_example(tmp_path: Path) -> N
         tokenizer["model"]["ignore_merges"] = True
 
     _, warnings = written(model_with(tmp_path, keys, change), tmp_path / "out")
-    assert any("' cd' (ignore_merges)" in each for each in warnings)
+    assert any("' cd' (ignore_merges)" in warning for warning in warnings)

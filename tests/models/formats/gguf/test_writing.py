@@ -71,17 +71,17 @@ BOUNDS = {
 def test_no_element_is_further_off_than_a_share_of_its_blocks_largest(kind: str, share: float) -> None:
     rows = numbers(32, 256)
     data = encoded(f"gguf-{kind.lower()}", TensorSpec("w", BF16, rows.shape), rows).reshape(32, -1)
-    found = gguf.quants.dequantize(data, gguf.GGMLQuantizationType(TYPE_IDS[kind]))
+    decoded = gguf.quants.dequantize(data, gguf.GGMLQuantizationType(TYPE_IDS[kind]))
     largest = np.abs(rows.reshape(32, -1, TYPES[kind].block)).max(-1, keepdims=True)
-    error = np.abs(found - rows).reshape(32, -1, TYPES[kind].block) / largest
+    error = np.abs(decoded - rows).reshape(32, -1, TYPES[kind].block) / largest
     assert error.max() < share
     assert error.max() > share / 8  # the bound is not so wide that it says nothing
 
 
 def test_heads_are_reordered_as_llama_cpp_wants() -> None:
     rows = np.arange(16, dtype=np.float32)[:, None] * np.ones((1, 2), np.float32)
-    found = encoded("gguf-f32/8", TensorSpec("q", BF16, (16, 2)), rows).view(np.float32).reshape(16, 2)[:, 0]
-    assert found.tolist() == [0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15]
+    order = encoded("gguf-f32/8", TensorSpec("q", BF16, (16, 2)), rows).view(np.float32).reshape(16, 2)[:, 0]
+    assert order.tolist() == [0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15]
 
 
 def test_each_expert_has_importances_of_its_own() -> None:
@@ -102,9 +102,9 @@ def test_pieces_are_tensors_of_their_own() -> None:
         outs = encoding.outs(spec)
         data = [np.zeros(out.nbytes, np.uint8) for out in outs]
         encoding.encode(spec, values.reshape(spec.shape), 0, data, np.zeros(0, np.float32))
-        for out, found, piece in zip(outs, data, pieces, strict=True):
+        for out, written, piece in zip(outs, data, pieces, strict=True):
             assert out.size == piece.size
-            assert np.array_equal(found.view(np.float32), piece.ravel())
+            assert np.array_equal(written.view(np.float32), piece.ravel())
     assert [out.shape for out in outs] == [(6, 3, 2, 2)] * 2
 
 
@@ -196,10 +196,10 @@ def test_parts_are_what_their_name_says_and_come_back(
     outs, expected = encoding.outs(spec), cut(whole)
     data = [np.zeros(out.nbytes, np.uint8) for out in outs]
     encoding.encode(spec, whole.reshape(-1, shape[-1]), 0, data, np.zeros(0, np.float32))
-    assert [out.shape for out in outs] == [each.shape for each in expected]
-    for found, each in zip(data, expected, strict=True):
-        assert np.array_equal(found.view(np.float32).reshape(each.shape), each)
-    stored = StateDict({f"p{i}": view_of(f"p{i}", np.ascontiguousarray(each)) for i, each in enumerate(expected)}, "here")
+    assert [out.shape for out in outs] == [array.shape for array in expected]
+    for written, array in zip(data, expected, strict=True):
+        assert np.array_equal(written.view(np.float32).reshape(array.shape), array)
+    stored = StateDict({f"p{i}": view_of(f"p{i}", np.ascontiguousarray(array)) for i, array in enumerate(expected)}, "here")
     weight = CutWeight(spec, tuple(stored.specs), DTYPES["F32"], encoding.height, tuple(pieces for _, pieces in encoding.parts))
     for first, count in ((0, whole.size), (5, whole.size // 2), (whole.size - 3, 3)):
         values = np.empty(count, np.float32)

@@ -34,8 +34,8 @@ _WIDE_ROWS = 1024
 Arrays = dict[str, np.ndarray]
 
 
-def exllamav2(folder: Path, text: str, found: Arrays) -> None:
-    """Fill `found` with logits and tokens, as above."""
+def exllamav2(folder: Path, text: str, outputs: Arrays) -> None:
+    """Fill `outputs` with logits and tokens, as above."""
     import torch
     from exllamav2 import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer
     from exllamav2.generator import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
@@ -50,22 +50,22 @@ def exllamav2(folder: Path, text: str, found: Arrays) -> None:
     tokenizer = ExLlamaV2Tokenizer(config)
     with torch.inference_mode():
         ids = tokenizer.encode(text)
-        found["tokens"] = ids[0].numpy()
+        outputs["tokens"] = ids[0].numpy()
         for name, part in ("whole", ids), ("short", ids[:, :SHORT]):
-            found[name] = _rows(model.forward(part), config)
+            outputs[name] = _rows(model.forward(part), config)
         model.forward(ids[:, :-STEPS], cache, preprocess_only=True)
         last = range(ids.shape[1] - STEPS, ids.shape[1])
-        found["steps"] = np.concatenate([_rows(model.forward(ids[:, i : i + 1], cache), config) for i in last])
+        outputs["steps"] = np.concatenate([_rows(model.forward(ids[:, i : i + 1], cache), config) for i in last])
         cache.current_seq_len = 0
         generator = ExLlamaV2DynamicGenerator(model=model, cache=cache, tokenizer=tokenizer, paged=False)
         greedy = ExLlamaV2Sampler.Settings.greedy()
         job = ExLlamaV2DynamicJob(input_ids=ids[:, :SHORT], max_new_tokens=GENERATED, gen_settings=greedy)
-        found["generated"] = _generated(generator, job)
+        outputs["generated"] = _generated(generator, job)
     model.unload()
 
 
-def exllamav3(folder: Path, text: str, found: Arrays) -> None:
-    """Fill `found` with logits and tokens, as above."""
+def exllamav3(folder: Path, text: str, outputs: Arrays) -> None:
+    """Fill `outputs` with logits and tokens, as above."""
     import torch
     from exllamav3 import Cache, Config, Generator, GreedySampler, Job, Model, Tokenizer
 
@@ -77,15 +77,15 @@ def exllamav3(folder: Path, text: str, found: Arrays) -> None:
     cached: dict[str, Any] = {"attn_mode": "flash_attn", "cache": cache, "batch_shape": (1, _CACHE)}
     with torch.inference_mode():
         ids = tokenizer.encode(text)
-        found["tokens"], n = ids[0].numpy(), ids.shape[1]
+        outputs["tokens"], n = ids[0].numpy(), ids.shape[1]
         for name, part in ("whole", ids), ("short", ids[:, :SHORT]), ("wide", ids.repeat(-(-_WIDE_ROWS // n), 1)):
-            found[name] = _rows(model.forward(part, {"attn_mode": "flash_attn_nc"}), config)
+            outputs[name] = _rows(model.forward(part, {"attn_mode": "flash_attn_nc"}), config)
         model.prefill(ids[:, :-STEPS], {**cached, "past_len": 0})
         steps = [model.forward(ids[:, i : i + 1], {**cached, "past_len": i}) for i in range(n - STEPS, n)]
-        found["steps"] = np.concatenate([_rows(step, config) for step in steps])
+        outputs["steps"] = np.concatenate([_rows(step, config) for step in steps])
         generator = Generator(model=model, cache=cache, tokenizer=tokenizer)
         job = Job(input_ids=ids[:, :SHORT], max_new_tokens=GENERATED, sampler=GreedySampler())
-        found["generated"] = _generated(generator, job)
+        outputs["generated"] = _generated(generator, job)
     model.unload()
 
 
@@ -97,13 +97,13 @@ def _rows(logits: Any, config: Any) -> np.ndarray:
 def _generated(generator: Any, job: Any) -> np.ndarray:
     """The tokens of a job, with what has been held back for a longer match or an unfinished character."""
     generator.enqueue(job)
-    found: list[int] = []
+    ids: list[int] = []
     while generator.num_remaining_jobs():
         for result in generator.iterate():
             for part in (result, result.get("held", {})):
                 if "token_ids" in part:
-                    found += part["token_ids"].flatten().tolist()
-    return np.array(found, np.int64)
+                    ids += part["token_ids"].flatten().tolist()
+    return np.array(ids, np.int64)
 
 
 PROGRAMS: dict[str, Callable[[Path, str, Arrays], None]] = {"exllamav2": exllamav2, "exllamav3": exllamav3}
@@ -112,16 +112,16 @@ PROGRAMS: dict[str, Callable[[Path, str, Arrays], None]] = {"exllamav2": exllama
 def main(program: str, text: str, *folders: str) -> None:
     """Run a program on models."""
     for folder in map(Path, folders):
-        found: Arrays = {}
+        outputs: Arrays = {}
         try:
-            PROGRAMS[program](folder, Path(text).read_text(), found)
+            PROGRAMS[program](folder, Path(text).read_text(), outputs)
         except Exception:
             error = traceback.format_exc()
             (folder / f"{program}.error").write_text(error)
             if "CUDA error" in error:
                 sys.exit(error)
         finally:
-            np.savez(folder / f"{program}.npz", **found)
+            np.savez(folder / f"{program}.npz", **outputs)
 
 
 if __name__ == "__main__":

@@ -56,13 +56,13 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 def test_exllama_reconstructs_the_weights_that_are_read(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     settings: dict[str, Any] = {**options, "calibration": "none"} if options else {}
     weightsmith.quantize(model(tmp_path / "model"), tmp_path / "out", name, **settings)
-    found, ending = stored(tmp_path / "out"), {"exl2": "q_weight", "exl3": "trellis"}.get(name, "qweight")
-    modules = [key.removesuffix(f".{ending}") for key in found if key.endswith(f".{ending}")]
+    tensors, ending = stored(tmp_path / "out"), {"exl2": "q_weight", "exl3": "trellis"}.get(name, "qweight")
+    modules = [key.removesuffix(f".{ending}") for key in tensors if key.endswith(f".{ending}")]
     assert len(modules) >= 14
     reconstruct = {"exl2": exllama.exl2, "exl3": exllama.exl3}.get(name, exllama.gptq)
     with open_checkpoint(tmp_path / "out") as checkpoint:
         for module in modules:
-            theirs, ours = reconstruct(found, module), np.asarray(checkpoint.read(f"{module}.weight")).T
+            theirs, ours = reconstruct(tensors, module), np.asarray(checkpoint.read(f"{module}.weight")).T
             theirs = theirs[: ours.shape[0], : ours.shape[1]]
             if name == "exl3":  # the codes are theirs; the rotation is done here
                 assert np.abs(theirs - ours).max() <= 1e-6 * np.abs(ours).max(), module

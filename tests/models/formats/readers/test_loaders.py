@@ -135,11 +135,11 @@ def make(folder: Path, model: str) -> Path:
 
     name, settings = MODELS[model]
     config = getattr(transformers, name)(**settings, attn_implementation="eager")
-    made = transformers.AutoModelForCausalLM.from_config(config)
+    built = transformers.AutoModelForCausalLM.from_config(config)
     random = torch.Generator().manual_seed(0)
     gemma = model.startswith("gemma")
     with torch.no_grad():
-        for key, tensor in made.named_parameters():
+        for key, tensor in built.named_parameters():
             values = torch.randn(tensor.shape, generator=random)
             if tensor.ndim == 1:
                 norm = key.endswith("norm.weight")
@@ -151,7 +151,7 @@ def make(folder: Path, model: str) -> Path:
             rows, columns = (torch.exp(0.3 * torch.randn(shape, generator=random)) for shape in spread)
             fan = 1 if "embed" in key and not gemma else k
             tensor[:] = size * fan**-0.5 * values * rows * columns
-    made.to(torch.float16).save_pretrained(folder)
+    built.to(torch.float16).save_pretrained(folder)
     tokenizer_help.write(folder, tokenizer_help.files(TOKENIZER, bos_token="<s>", eos_token="</s>"))
     return folder
 
@@ -182,7 +182,7 @@ def subtract_means(model: Any) -> None:
     """ExLlamaV2 subtracts the mean in the norms of queries and keys of Qwen3."""
     for name, module in model.named_modules():
         if name.endswith(("q_norm", "k_norm")):
-            module.register_forward_pre_hook(lambda _, given: given[0] - given[0].mean(-1, keepdim=True))
+            module.register_forward_pre_hook(lambda _, inputs: inputs[0] - inputs[0].mean(-1, keepdim=True))
 
 
 def leave_unactivated(model: Any, stored: Mapping[str, np.ndarray]) -> None:
@@ -194,19 +194,19 @@ def leave_unactivated(model: Any, stored: Mapping[str, np.ndarray]) -> None:
         # gate and up are computed in the order in which down_proj is stored
         order = np.argsort(stored[f"{name}.down_proj.q_invperm"].astype(np.int64))
         last = order[width // 64 * 64 :]
-        module.gate_proj.register_forward_hook(lambda module, _, found: setattr(module, "found", found))
+        module.gate_proj.register_forward_hook(lambda module, _, output: setattr(module, "found", output))
 
-        def without(module: Any, given: Any, last: np.ndarray = last, gate: Any = module.gate_proj) -> Any:
-            changed = given[0].clone()
+        def without(module: Any, inputs: Any, last: np.ndarray = last, gate: Any = module.gate_proj) -> Any:
+            changed = inputs[0].clone()
             changed[..., last] = gate.found[..., last]
             return changed
 
         module.down_proj.register_forward_pre_hook(without)
 
 
-def errors(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
+def errors(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
     """Of each token: RMS difference of its logits, by the standard deviation of all expected ones."""
-    return np.asarray(np.sqrt(np.square(found - expected).mean(-1)) / expected.std())
+    return np.asarray(np.sqrt(np.square(actual - expected).mean(-1)) / expected.std())
 
 
 def quantised(folder: Path, case: Case) -> Path:
@@ -230,10 +230,10 @@ def run(program: str, text: Path, folders: list[Path]) -> None:
     while folders:
         command = [sys.executable, "-m", "tests.models.formats.readers.loaders", program, str(text), *map(str, folders)]
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
-        left = [folder for folder in folders if not (folder / f"{program}.npz").exists()]
-        if len(left) == len(folders):
-            (left.pop(0) / f"{program}.error").write_text(ended.stderr[-5000:])
-        folders = left
+        waiting = [folder for folder in folders if not (folder / f"{program}.npz").exists()]
+        if len(waiting) == len(folders):
+            (waiting.pop(0) / f"{program}.error").write_text(ended.stderr[-5000:])
+        folders = waiting
 
 
 @cache
@@ -262,13 +262,13 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Path]:
     root = Path(kept) if kept else tmp_path_factory.mktemp("loaders")
     root.mkdir(parents=True, exist_ok=True)
     (root / "text.txt").write_text(TEXT)
-    found = sorted(programs())
+    available = sorted(programs())
     for case in CASES:
-        if case.program in found:
+        if case.program in available:
             quantised(root / case.name, case)
     with ThreadPoolExecutor() as pool:
-        cases = [[root / case.name / "quantised" for case in CASES if case.program == program] for program in found]
-        list(pool.map(run, found, [root / "text.txt"] * len(found), cases))
+        cases = [[root / case.name / "quantised" for case in CASES if case.program == program] for program in available]
+        list(pool.map(run, available, [root / "text.txt"] * len(available), cases))
     return lambda case: root / case.name
 
 
@@ -281,8 +281,8 @@ def check(folder: Path, case: Case) -> None:
     """Compare what a program has computed."""
     error = folder / "quantised" / f"{case.program}.error"
     assert not error.exists(), error.read_text()
-    found = np.load(folder / "quantised" / f"{case.program}.npz")
-    tokens = found["tokens"]
+    computed = np.load(folder / "quantised" / f"{case.program}.npz")
+    tokens = computed["tokens"]
     np.testing.assert_array_equal(tokens, TOKENIZER.encode(TEXT).ids)
     differs = case.program == "exllamav2" and case.model in ("mistral", "qwen3", "qwen3-moe")
     change = as_exllamav2(folder / "quantised") if differs else None
@@ -292,21 +292,21 @@ def check(folder: Path, case: Case) -> None:
         parts["wide"] = expected
     medians = {}
     for name, part in parts.items():
-        assert found[name].shape == part.shape, name
-        each, same = errors(found[name], part), (found[name].argmax(-1) == part.argmax(-1)).mean()
-        medians[name] = float(np.median(each))
-        kl = divergence(found[name], part)
-        largest = np.abs(found[name] - part).max() / expected.std()
+        assert computed[name].shape == part.shape, name
+        token_errors, same = errors(computed[name], part), (computed[name].argmax(-1) == part.argmax(-1)).mean()
+        medians[name] = float(np.median(token_errors))
+        kl = divergence(computed[name], part)
+        largest = np.abs(computed[name] - part).max() / expected.std()
         print(
-            f"{case.program} {case.name} {name}: error {medians[name]:.5f} (worst token {each.max():.5f}, worst logit "
+            f"{case.program} {case.name} {name}: error {medians[name]:.5f} (worst token {token_errors.max():.5f}, worst logit "
             f"{largest:.5f}), same top token {same:.3f}, KL {kl:.2e}"
         )
     assert max(medians.values()) <= BOUND, medians
     if differs:
-        plain = float(np.median(errors(found["whole"], logits(folder / "plain", tokens))))
+        plain = float(np.median(errors(computed["whole"], logits(folder / "plain", tokens))))
         print(f"{case.program} {case.name} against transformers unchanged: error {plain:.5f}")
         assert plain > BOUND
-    generated = found["generated"]
+    generated = computed["generated"]
     assert len(generated) == GENERATED
     continued = np.concatenate([tokens[:SHORT], generated])
     # both programs choose among the tokens of the tokenizer, which are fewer than those of the head
@@ -316,11 +316,11 @@ def check(folder: Path, case: Case) -> None:
     assert behind.max() <= 5 * BOUND * after.std(), behind
 
 
-def divergence(found: np.ndarray, expected: np.ndarray) -> float:
+def divergence(actual: np.ndarray, expected: np.ndarray) -> float:
     """Mean KL divergence of the predictions, in nats."""
     import torch
 
-    theirs, ours = (torch.from_numpy(a).double().log_softmax(-1) for a in (found, expected))
+    theirs, ours = (torch.from_numpy(a).double().log_softmax(-1) for a in (actual, expected))
     return float((ours.exp() * (ours - theirs)).sum(-1).mean())
 
 
@@ -342,11 +342,11 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
     tokens = np.array(TOKENIZER.encode(TEXT).ids)
 
     @cache
-    def made(format_: str) -> tuple[Path, np.ndarray]:
+    def model_and_logits(format_: str) -> tuple[Path, np.ndarray]:
         folder = tmp_path_factory.mktemp(format_)
         return quantised(folder, Case("", "llama", format_, OPTIONS[format_])), logits(folder / "plain", tokens)
 
-    return made
+    return model_and_logits
 
 
 OPTIONS: dict[str, dict[str, Any]] = {"exl2": {"bits": 4.25}, "exl3": {"bits": 4}, "gptq-4bit": {}}
@@ -378,6 +378,6 @@ def test_one_wrong_number_exceeds_the_bound(
     safetensors.numpy.save_file(tensors, file, {"format": "pt"})
     weightsmith.dequantize(file.parent, tmp_path / "damaged", progress=False)
     tokens = np.array(TOKENIZER.encode(TEXT).ids)
-    found = float(np.median(errors(logits(tmp_path / "damaged", tokens), expected)))
-    print(f"{format_} {part}: error {found:.4f}")
-    assert found > BOUND
+    error = float(np.median(errors(logits(tmp_path / "damaged", tokens), expected)))
+    print(f"{format_} {part}: error {error:.4f}")
+    assert error > BOUND

@@ -38,14 +38,14 @@ CASES += [(model, "awq-4bit") for model in MODELS if model not in ("mixtral", "q
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
     """Of each case a folder with the model as made, quantised and plain again, after mlx-lm has run."""
     root = tmp_path_factory.mktemp("mlx")
-    found = {case: root / "-".join(case) for case in CASES}
-    for (model, format_), folder in found.items():
+    by_case = {case: root / "-".join(case) for case in CASES}
+    for (model, format_), folder in by_case.items():
         weightsmith.quantize(make(folder / "made", model), folder / "quantised", format_, progress=False)
         weightsmith.dequantize(folder / "quantised", folder / "plain", out_dtype="float32", progress=False)
-    asked = [TOKENS.tolist(), *(str(folder / "quantised") for folder in found.values())]
+    asked = [TOKENS.tolist(), *(str(folder / "quantised") for folder in by_case.values())]
     env = {**os.environ, "TMPDIR": str(root)}  # MLX leaves a folder there
     subprocess.run([PYTHON, SCRIPT], input=json.dumps(asked), text=True, check=True, capture_output=True, env=env)
-    return found
+    return by_case
 
 
 @pytest.mark.skipif(not PYTHON, reason="needs MLX")
@@ -54,6 +54,6 @@ def test_mlx_lm_computes_what_transformers_does(case: tuple[str, str], folders: 
     folder = folders[case] / "quantised"
     problem = folder / "mlx.txt"
     assert not problem.exists(), problem.read_text()
-    each = errors(np.load(folder / "mlx.npy"), logits(folders[case] / "plain", TOKENS))
-    print(f"{'-'.join(case)}: error {np.median(each):.7f}, worst token {each.max():.7f}")
-    assert np.median(each) <= BOUNDS[case[1]]
+    token_errors = errors(np.load(folder / "mlx.npy"), logits(folders[case] / "plain", TOKENS))
+    print(f"{'-'.join(case)}: error {np.median(token_errors):.7f}, worst token {token_errors.max():.7f}")
+    assert np.median(token_errors) <= BOUNDS[case[1]]

@@ -57,10 +57,10 @@ CASES = (
 
 def stored(folder: Path, case: Case) -> tuple[Path, Path]:
     """The model in its format, and with the weights that weightsmith reads."""
-    made = make(folder / "made", case.model)
+    source = make(folder / "made", case.model)
     if not case.format:
-        return made, made
-    weightsmith.quantize(made, folder / "quantised", case.format, progress=False)
+        return source, source
+    weightsmith.quantize(source, folder / "quantised", case.format, progress=False)
     weightsmith.dequantize(folder / "quantised", folder / "plain", out_dtype="float32", progress=False)
     return folder / "quantised", folder / "plain"
 
@@ -85,7 +85,7 @@ def quantise_activations(format_: str) -> Callable[[Any], None]:
     def change(model: Any) -> None:
         for name, module in model.named_modules():
             if isinstance(module, torch.nn.Linear) and name != "lm_head":
-                module.register_forward_pre_hook(lambda _, given: rounded(given[0]))
+                module.register_forward_pre_hook(lambda _, inputs: rounded(inputs[0]))
 
     return change
 
@@ -100,15 +100,19 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, tuple[Floats
     """Of each case what vLLM computes, and what transformers does."""
     root = tmp_path_factory.mktemp("vllm")
     folders = {case: stored(root / case.name, case) for case in CASES}
-    found = logprobs([Request(folders[case][0], TOKENS, case.dtype) for case in CASES], root / "outputs")
-    return {case: (each, expected(folders[case][1], case.format)) for case, each in zip(CASES, found, strict=True)}
+    predicted = logprobs([Request(folders[case][0], TOKENS, case.dtype) for case in CASES], root / "outputs")
+    return {
+        case: (prediction, expected(folders[case][1], case.format)) for case, prediction in zip(CASES, predicted, strict=True)
+    }
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_vllm_computes_what_transformers_does(case: Case, outputs: dict[Case, tuple[Floats | Crash, np.ndarray]]) -> None:
-    each = error(*outputs[case])
-    print(f"{case.name} {case.dtype}: error {typical(each, case):.7f}, of the median token {np.median(each):.7f}")
-    assert typical(each, case) <= BOUNDS[case.dtype]
+    token_errors = error(*outputs[case])
+    print(
+        f"{case.name} {case.dtype}: error {typical(token_errors, case):.7f}, of the median token {np.median(token_errors):.7f}"
+    )
+    assert typical(token_errors, case) <= BOUNDS[case.dtype]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +131,7 @@ def test_one_wrong_number_exceeds_the_bound(
     damage(scales.numpy())
     tensors[f"{V_PROJ}.{part}"] = scales.bfloat16()
     safetensors.torch.save_file(tensors, file, {"format": "pt"})
-    [found] = logprobs([Request(out, TOKENS, case.dtype)], tmp_path / "outputs")
-    each = typical(error(found, expected(plain, format_)), case)
-    print(f"{format_} {part}: error {each:.4f}")
-    assert each > BOUNDS[case.dtype]
+    [predicted] = logprobs([Request(out, TOKENS, case.dtype)], tmp_path / "outputs")
+    typical_error = typical(error(predicted, expected(plain, format_)), case)
+    print(f"{format_} {part}: error {typical_error:.4f}")
+    assert typical_error > BOUNDS[case.dtype]

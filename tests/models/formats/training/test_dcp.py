@@ -213,9 +213,9 @@ def test_a_member_of_an_enum_as_python_3_11_0_pickles_it() -> None:
 
     member = pickle.dumps(Pickled(_MEM_FORMAT_ENCODING, "TORCH_PRESERVE_FORMAT"))
     name = f"{_MEM_FORMAT_ENCODING.__module__}._MEM_FORMAT_ENCODING"
-    made = interpret(member, {name})
-    assert isinstance(made, Instance)
-    assert (made.kind, made.args) == (name, ("TORCH_PRESERVE_FORMAT",))
+    instance = interpret(member, {name})
+    assert isinstance(instance, Instance)
+    assert (instance.kind, instance.args) == (name, ("TORCH_PRESERVE_FORMAT",))
     with pytest.raises(Unsupported, match=r"uses 'builtins\.getattr'"):
         interpret(member)
     with pytest.raises(FormatError, match="an attribute of something that is no class"):

@@ -42,23 +42,26 @@ def model(layers: int = 4, *, gated: bool = True, seed: int = 0) -> State:
     torch.manual_seed(seed)
     hidden, width = 8, 12
 
-    def made(*shape: int) -> torch.Tensor:
+    def random_tensor(*shape: int) -> torch.Tensor:
         return torch.randn(shape).to(torch.bfloat16)
 
-    state = {"embedding.word_embeddings.weight": made(16, hidden), "embedding.position_embeddings.weight": made(5, hidden)}
+    state = {
+        "embedding.word_embeddings.weight": random_tensor(16, hidden),
+        "embedding.position_embeddings.weight": random_tensor(5, hidden),
+    }
     for i in range(layers):
         state |= {
-            f"{LAYERS}.{i}.self_attention.linear_qkv.weight": made(16, hidden),
-            f"{LAYERS}.{i}.self_attention.linear_qkv.bias": made(16),
-            f"{LAYERS}.{i}.self_attention.linear_qkv.layer_norm_weight": made(hidden),
-            f"{LAYERS}.{i}.self_attention.linear_proj.weight": made(hidden, 8),
-            f"{LAYERS}.{i}.self_attention.linear_proj.bias": made(hidden),
-            f"{LAYERS}.{i}.mlp.linear_fc1.weight": made(width * (1 + gated), hidden),
-            f"{LAYERS}.{i}.mlp.linear_fc1.bias": made(width * (1 + gated)),
-            f"{LAYERS}.{i}.mlp.linear_fc2.weight": made(hidden, width),
-            f"{LAYERS}.{i}.mlp.linear_fc2.bias": made(hidden),
+            f"{LAYERS}.{i}.self_attention.linear_qkv.weight": random_tensor(16, hidden),
+            f"{LAYERS}.{i}.self_attention.linear_qkv.bias": random_tensor(16),
+            f"{LAYERS}.{i}.self_attention.linear_qkv.layer_norm_weight": random_tensor(hidden),
+            f"{LAYERS}.{i}.self_attention.linear_proj.weight": random_tensor(hidden, 8),
+            f"{LAYERS}.{i}.self_attention.linear_proj.bias": random_tensor(hidden),
+            f"{LAYERS}.{i}.mlp.linear_fc1.weight": random_tensor(width * (1 + gated), hidden),
+            f"{LAYERS}.{i}.mlp.linear_fc1.bias": random_tensor(width * (1 + gated)),
+            f"{LAYERS}.{i}.mlp.linear_fc2.weight": random_tensor(hidden, width),
+            f"{LAYERS}.{i}.mlp.linear_fc2.bias": random_tensor(hidden),
         }
-    return {**state, "decoder.final_layernorm.weight": made(hidden), "output_layer.weight": made(16, hidden)}
+    return {**state, "decoder.final_layernorm.weight": random_tensor(hidden), "output_layer.weight": random_tensor(16, hidden)}
 
 
 def sliced(name: str, tensor: torch.Tensor, rank: int, slices: int, *, gated: bool) -> torch.Tensor:

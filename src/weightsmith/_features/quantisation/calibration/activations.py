@@ -149,7 +149,7 @@ def _compute_scales(context: ProductContext) -> Arrays:
 
 
 def _inputs(rows: LayerRows, weights: Sequence[str], after: Floats | None) -> dict[str, float]:
-    """The largest magnitude of what enters each layer, and those that share a scale with it. after: `Forward.beside`."""
+    """The largest magnitude of what enters each layer, and those that share a scale with it. after: `Forward.target`."""
     from weightsmith._activations.statistics.maxima import STATISTIC as MAXIMA
     from weightsmith._activations.sums import Forward, use_sums
 
@@ -159,7 +159,7 @@ def _inputs(rows: LayerRows, weights: Sequence[str], after: Floats | None) -> di
         maxima = finish(site)
         largest_of[site] = 0.0 if maxima is None else float(maxima.max())  # None: no token reached it
 
-    use_sums(rows, weights, keep, MAXIMA, forward=Forward(beside=after))
+    use_sums(rows, weights, keep, MAXIMA, forward=Forward(target=after))
     shared: dict[str, float] = {}
     for site, largest in largest_of.items():
         shared[shared_site(site)] = max(largest, shared.get(shared_site(site), 0.0))

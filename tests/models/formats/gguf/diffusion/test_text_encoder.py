@@ -246,9 +246,9 @@ def test_comfyui_gguf_makes_the_same_tokenizer(spiece: bytes, tmp_path: Path, mo
     monkeypatch.setattr(module("loader"), "get_field", lambda reader, name, kind: kind(reader.get_field(name).contents()))
     save_file(umt5(spiece), tmp_path / "umt5.safetensors")
     weightsmith.quantize(tmp_path / "umt5.safetensors", tmp_path / "out", format="gguf-q8_0", fsync=False)
-    made = bytes(module("loader").gguf_tokenizer_loader(str(tmp_path / "out" / "model.gguf"), (256_384, 4096)).tolist())
-    assert pieces_of(made)[: len(pieces_of(spiece))] == pieces_of(spiece)
-    ours, theirs = (sentencepiece.SentencePieceProcessor(model_proto=data) for data in (made, spiece))
+    rebuilt = bytes(module("loader").gguf_tokenizer_loader(str(tmp_path / "out" / "model.gguf"), (256_384, 4096)).tolist())
+    assert pieces_of(rebuilt)[: len(pieces_of(spiece))] == pieces_of(spiece)
+    ours, theirs = (sentencepiece.SentencePieceProcessor(model_proto=data) for data in (rebuilt, spiece))
     for text in ("word17 und5", "Grüße 你好", ""):  # its loader leaves the table of characters out
         assert ours.encode(text) == theirs.encode(text)
 

@@ -133,8 +133,8 @@ class GemmaEmbedding(Gemma2):
         }
 
     def hub_name(self, name: str) -> str | None:
-        found = super().hub_name(name)
-        return None if found is None else found.removeprefix("model.")
+        plain_name = super().hub_name(name)
+        return None if plain_name is None else plain_name.removeprefix("model.")
 
 
 _STILL = 1e30
