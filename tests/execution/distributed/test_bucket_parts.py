@@ -470,3 +470,38 @@ def test_two_parts_that_start_at_once_share_one_claim(here: Path, memory: Memory
     assert records(memory) == {"1-of-2", "2-of-2"}
     finished(plan)
     assert memory.contents("models/out") == alone(LINEAR)
+
+
+def test_a_last_run_that_was_taken_over_deletes_nothing(
+    here: Path, memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch, elsewhere: Callable[[str], None]
+) -> None:
+    """The second one takes it over while the first uploads a file, and then has that file too."""
+    plan, put, second = planned(), BucketTarget._put, list[threading.Thread]()
+    uploaded, ended = threading.Event(), threading.Event()
+
+    def publish() -> None:
+        run(plan, None, "node-2")
+
+    def before(operation: str, key: str) -> None:
+        if operation == "a file" and key.endswith("weightsmith.json"):
+            uploaded.set()
+            assert ended.wait(120)
+
+    def taken_over(self: BucketTarget, name: str, file: Path) -> Any:
+        value = put(self, name, file)
+        if not second:
+            elsewhere("node-2")
+            memory.before = before
+            second.append(threading.Thread(target=publish))
+            second[0].start()
+            assert uploaded.wait(120)
+        return value
+
+    run(plan, (1, 3))
+    monkeypatch.setattr(BucketTarget, "_put", taken_over)
+    elsewhere("node-1")
+    with pytest.raises(Busy, match="another process has taken over the last run"):
+        run(plan, None, "node-1")
+    ended.set()
+    second[0].join(120)
+    assert memory.contents("models/out") == alone(LINEAR)
