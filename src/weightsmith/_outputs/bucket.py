@@ -404,6 +404,9 @@ class BucketTarget(Target):
         """Raise Busy unless the run of a claim has ended, and this run may discard its work."""
         if claim.parts and spec.resume:
             raise self._other_plan(claim, spec)
+        if claim.parts and (running := next(filter(_runs, read_records(self.store, self._records)), None)) is not None:
+            what, fix = f"{running}, is building this output now", "wait until it has ended, or stop it"
+            raise Busy(what, where=str(self), fix=fix, state=NOTHING_WRITTEN)
         if claim.is_lost or (not spec.resume and not claim.is_running):
             return
         where = f"{claim.folder} on {claim.host}"

@@ -505,3 +505,16 @@ def test_a_last_run_that_was_taken_over_deletes_nothing(
     ended.set()
     second[0].join(120)
     assert memory.contents("models/out") == alone(LINEAR)
+
+
+def test_parts_that_run_here_are_not_discarded(here: Path, memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, killed = planned(), Killed(memory, monkeypatch)
+    run(plan, (1, 2))
+    interrupt(killed, memory, "2-of-2", lambda: run(plan, (2, 2)))
+    before = memory.objects
+    with pytest.raises(Busy, match=r"part 2 of 2, process \d+ on .*, is building this output now"):
+        finished(plan, resume=False)
+    assert memory.objects == before
+    monkeypatch.setattr(bucket_parts, "is_running", lambda process: False)
+    assert finished(plan, resume=False).resumed == 0
+    assert memory.contents("models/out") == alone(LINEAR)
