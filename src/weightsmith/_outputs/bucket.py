@@ -404,9 +404,6 @@ class BucketTarget(Target):
         """Raise Busy unless the run of a claim has ended, and this run may discard its work."""
         if claim.parts and spec.resume:
             raise self._other_plan(claim, spec)
-        if claim.parts and (running := next(filter(_runs, read_records(self.store, self._records)), None)) is not None:
-            what, fix = f"{running}, is building this output now", "wait until it has ended, or stop it"
-            raise Busy(what, where=str(self), fix=fix, state=NOTHING_WRITTEN)
         if claim.is_lost or (not spec.resume and not claim.is_running):
             return
         where = f"{claim.folder} on {claim.host}"
@@ -437,24 +434,14 @@ class BucketTarget(Target):
             self.warnings = (Finding(what, str(self)),)
 
     def _check_claim(self, kind: type[StoreError] = StoreError) -> None:
-        """Raise if another run has taken the output over, or another process the last run."""
+        """Raise if another run has taken the output over."""
         current = self._read_claim()
-        if not self._holds(current):
-            raise self._taken_over(current, kind)
-        self._check_last()
-
-    def _holds(self, current: tuple[Claim, SmallObject] | None) -> bool:
-        return current is not None and current[0].token == self._token
-
-    def _taken_over(self, current: tuple[Claim, SmallObject] | None, kind: type[StoreError] = StoreError) -> StoreError:
-        by = "" if current is None else f", process {current[0].process} on {current[0].host}"
-        what, fix = f"another run{by} has taken this output over", "wait until it has ended"
-        return kind(what, where=str(self), fix=fix)
-
-    def _check_last(self) -> None:
-        """Raise Busy if this is the last run, and another process has taken it over."""
         if self._record is not None and self._record.label == LAST:
             self._record.check()
+        if current is None or current[0].token != self._token:
+            by = "" if current is None else f", process {current[0].process} on {current[0].host}"
+            what, fix = f"another run{by} has taken this output over", "wait until it has ended"
+            raise kind(what, where=str(self), fix=fix)
 
     # finished files
 
@@ -468,13 +455,13 @@ class BucketTarget(Target):
         if not self._helping:  # the driver has made way
             self._check_no_others([name])
         value = self._put(name, file)
-        current = self._read_claim()
-        if not self._holds(current):  # discarded, taken over, or published by this run: this worker was not needed
+        try:
+            self._check_claim()
+        except StoreError:  # the output was discarded, taken over, or published by this run: this worker was not needed
             is_published = _token(self.store.mark(self.key(MANIFEST_NAME))) == self._token
             if not is_published and _token(self.store.mark(self.key(name))) == self._token:
                 self.store.delete([self.key(name)])
-            raise self._taken_over(current)
-        self._check_last()  # the process that has taken the last run over has the same token: the file may be its own
+            raise
         return value
 
     def _put(self, name: str, file: Path) -> list[Any]:
