@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import socket
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -41,11 +40,10 @@ from weightsmith._base.errors import (
     StoreError,
     WeightsmithError,
 )
-from weightsmith._base.process import is_running
 from weightsmith._base.strict_json import JsonError, parse
 from weightsmith._files.remote.addresses import Address, parse_address
 from weightsmith._outputs.area import STAGING_SUFFIX, left_behind, staging_folder
-from weightsmith._outputs.bucket_parts import LAST, OwnRecord, Record, read_record, read_records
+from weightsmith._outputs.bucket_parts import LAST, OwnRecord, Record, is_there, new_token, read_record, read_records
 from weightsmith._outputs.bucket_store import THREADS, Bucket, Object, SmallObject, Taken
 from weightsmith._outputs.journal import changes, read_journal
 from weightsmith._outputs.local import absolute, is_address, occupied
@@ -99,7 +97,7 @@ class Claim:
     @property
     def is_running(self) -> bool:
         """Its process is on this machine, and is there. A process of another machine cannot be seen."""
-        return not self.parts and self.is_here and is_running(self.process)
+        return not self.parts and self.is_here and is_there(self.process, self.token)
 
     @property
     def is_here(self) -> bool:
@@ -297,7 +295,7 @@ class BucketTarget(Target):
             return self._gone(files)
         if current is not None:
             self._check_may_take(current[0], spec)
-        self._token = notes[_TOKEN] = secrets.token_hex(16)
+        self._token = notes[_TOKEN] = new_token()
         folder = (spec.folder or Path.cwd()) / staging_folder(self.local).name
         claim = Claim(self._token, spec.plan_hash, os.getpid(), socket.gethostname(), str(folder))
         self._create(claim, None if current is None else current[1].version)
@@ -328,7 +326,7 @@ class BucketTarget(Target):
             current = self._read_claim()
             if current is not None and not current[0].is_lost:
                 break
-            token = secrets.token_hex(16)
+            token = new_token()
             with suppress(Taken):
                 self._write_claim(self._shared_claim(token, spec), None if current is None else current[1].version)
                 if current is not None:

@@ -518,3 +518,29 @@ def test_parts_that_run_here_are_not_discarded(here: Path, memory: MemoryBucket,
     monkeypatch.setattr(bucket_parts, "is_running", lambda process: False)
     assert finished(plan, resume=False).resumed == 0
     assert memory.contents("models/out") == alone(LINEAR)
+
+
+@pytest.mark.parametrize(("part", "options"), [((1, 2), {}), (None, {"resume": False})], ids=["a part", "the whole"])
+def test_a_container_that_is_started_again_goes_on(
+    here: Path, memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch, part: Any, options: dict[str, Any]
+) -> None:
+    """It has the name and the process number of the one that was killed, and an empty disk."""
+    plan, killed = planned(), Killed(memory, monkeypatch)
+
+    def before(operation: str, key: str) -> None:
+        if memory.sent() and not killed.at:
+            killed.at = killed.requests + 1
+        killed._before(operation, key)
+
+    memory.before = before
+    assert killed.run(0, lambda: run(plan, part, "pod"))
+    memory.before = lambda operation, key: None
+    shutil.rmtree("disk-pod")
+    with pytest.raises(Busy):
+        run(plan, part, "pod", **options)
+    shutil.rmtree("disk-pod", ignore_errors=True)
+    monkeypatch.setattr(bucket_parts, "_MADE", set())
+    run(plan, part, "pod", **options)
+    if part is not None:
+        finished(plan)
+    assert memory.contents("models/out") == alone(LINEAR)
