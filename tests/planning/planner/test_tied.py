@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from tests import plan_help
 from tests.mini import write_checkpoint
@@ -214,6 +215,14 @@ def test_an_embedding_for_each_side_is_no_copy_of_a_shared_one(tmp_path: Path, w
     assert str(error).startswith(
         f"{models[0]}: its {ENCODER} differs from {DECODER}, and the other models have one tensor for both"
     )
+
+
+def test_an_embedding_of_another_dtype_is_no_copy(tmp_path: Path) -> None:
+    models = [marian(tmp_path / n, i, tied=True, shared=bool(i)) for i, n in enumerate("ab")]
+    tensors = load_file(tmp_path / "a" / "model.safetensors")
+    tensors[ENCODER] = tensors[ENCODER].astype(np.float16)
+    save_file(tensors, tmp_path / "a" / "model.safetensors")
+    assert f"its {ENCODER} differs from {DECODER}" in str(problems(pair(*models)))
 
 
 def test_the_bias_of_a_bert_head_is_one_tensor_under_two_names(tmp_path: Path) -> None:

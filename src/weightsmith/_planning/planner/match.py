@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,7 @@ class ModelNames:
     paired  the model's stack prefix → donor's
     unmatched  what the donor has no counterpart of, and what the model has none of: both are empty unless each has something
     lookalikes  modules of `unmatched` with equal contents, the model's and the donor's
+    renamed  modules that were paired by their contents, the model's and the donor's
     """
 
     def __init__(
@@ -61,7 +62,10 @@ class ModelNames:
         specs: Mapping[str, TensorSpec],
         donor: Structure,
         donor_specs: Mapping[str, TensorSpec],
+        *,
+        one_class: bool = False,
     ) -> None:
+        """one_class: the two are of one class of models, so a part that both have under other names may be one."""
         self.structure = structure
         self.specs = specs
         prefixes = structure.parts.renamed_in(donor.parts) if structure.parts and donor.parts else ()
@@ -73,6 +77,7 @@ class ModelNames:
         self._seen: dict[str, tuple[str, int]] = {}
         self.unmatched: tuple[Mapping[str, TensorSpec], Mapping[str, TensorSpec]] = {}, {}
         self.lookalikes: list[tuple[str, str]] = []
+        self.renamed: list[tuple[str, str]] = []
         donor_names: dict[str, str] = {}  # own → donor's
         extras: dict[str, str] = {}
         for name in specs:
@@ -92,7 +97,8 @@ class ModelNames:
         if structure is not donor:
             donor_names |= _by_ending(donor_names, specs, donor, donor_specs)
             donor_names = self._as_donor_sees(donor_names, donor)
-            donor_names = self._by_contents(donor_names, extras.values(), donor, donor_specs)
+            if one_class:
+                donor_names = self._by_contents(donor_names, extras.values(), donor, donor_specs)
         donor_names |= extras
         self.rest = {theirs: mine for mine, theirs in donor_names.items()}
         self.outer = donor_names
@@ -115,10 +121,12 @@ class ModelNames:
         if not theirs:
             return donor_names
         modules = equal_modules(mine, theirs)
-        pairs = {n: other for n in mine if (other := _renamed(n, modules, theirs)) in theirs}
+        certain = [pair for pair in modules if _is_one_module(*pair, sum(n.startswith(pair[0]) for n in mine))]
+        pairs = {n: other for n in mine if (other := _renamed(n, certain, theirs)) in theirs}
         if len({*pairs.values()}) == len(mine) == len(theirs) and all(
             self._plays(n, other, donor) for n, other in pairs.items()
         ):
+            self.renamed = certain
             return self._as_donor_sees(donor_names | pairs, donor)
         self.unmatched = mine, theirs
         self.lookalikes = [pair for pair in modules if sum(n.startswith(pair[0]) for n in mine) >= _TELLING]
@@ -243,8 +251,7 @@ def contents_of(specs: Mapping[str, TensorSpec], prefix: str) -> frozenset[tuple
 def equal_modules(mine: Mapping[str, TensorSpec], theirs: Mapping[str, TensorSpec]) -> list[tuple[str, str]]:
     """Prefixes of modules of two models that hold the same under different names, the largest first.
 
-    Modules inside them are not listed, nor are those that could be paired in several ways. One with a tensor or two must have
-    a word in common with the other.
+    Modules inside them are not listed, nor are those that could be paired in several ways, or are of vision and of audio.
 
     >>> from weightsmith._base.tensors import DTYPES
     >>> ours, others = ("mlp_AR.linear.weight", "mlp_AR.linear.bias", "mlp_AR.norm.weight"), "model.projector."
@@ -269,9 +276,38 @@ def equal_modules(mine: Mapping[str, TensorSpec], theirs: Mapping[str, TensorSpe
             [p for p in modules[equal] if not p.startswith(tuple(pair[side] for pair in pairs))]
             for side, modules in enumerate(by_contents)
         )
-        if len(first) == len(second) == 1 and (len(equal) >= _TELLING or overlap(words(first[0]), words(second[0]))):
+        if len(first) == len(second) == 1 and not of_other_senses(first, second):
             pairs.append((first[0], second[0]))
     return pairs
+
+
+_SENSES = frozenset({"vision", "audio"})
+_COMMON_WORDS = frozenset("layer layers block blocks linear proj dense fc mlp module weight in out".split())
+"""Words of names that say nothing of what a module is for."""
+
+
+def of_other_senses(names: Iterable[str], others: Iterable[str]) -> bool:
+    """Whether names are of vision and others of audio, or the reverse.
+
+    >>> of_other_senses(["image_proj."], ["speech_proj."]), of_other_senses(["image_proj."], ["projector."])
+    (True, False)
+    """
+    senses = words(*names) & _SENSES, words(*others) & _SENSES
+    return all(senses) and senses[0].isdisjoint(senses[1])
+
+
+def _is_one_module(mine: str, theirs: str, tensors: int) -> bool:
+    """Whether modules with equal contents are one: by a word of their names, or by their number of tensors.
+
+    >>> _is_one_module("vision_projector.", "projector.", 1), _is_one_module("reward_linear.", "cost_linear.", 1)
+    (True, False)
+    >>> _is_one_module("mlp_AR.", "projector.", 4), _is_one_module("mm_projector.", "audio.adapter.", 4)
+    (True, False)
+    """
+    mine_words, their_words = words(mine), words(theirs)
+    if overlap(mine_words - _COMMON_WORDS, their_words - _COMMON_WORDS):
+        return True
+    return tensors >= _TELLING and mine_words & _SENSES == their_words & _SENSES
 
 
 def _is_head(name: str) -> bool:

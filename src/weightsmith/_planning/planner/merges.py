@@ -290,33 +290,35 @@ def match(request: MergeRequest, opened: OpenedModels, stack: ExitStack) -> Matc
     """Match the models' tensors by name, and their vocabularies. stack: closes what is opened for that."""
     if None in opened.checkpoints:
         specs: Sequence[Mapping[str, TensorSpec]] = [{} if c is None else c.specs for c in opened.checkpoints]
-        return MatchedModels(None, specs, _match_all(opened.structures, specs, opened.donor))
+        return MatchedModels(None, specs, _match_all(opened, specs))
     asked = request.recipe, request.labels, request.models, request.folder
     aligned, problems = VocabularyPlanner(*asked, opened.inputs, opened.donor, stack).plan()
     specs = without_foreign(aligned.specs, opened.inputs, opened.inputs[opened.donor])
-    names = _match_all(opened.structures, specs, opened.donor)
+    names = _match_all(opened, specs)
     structures = [structure for structure in opened.structures if structure is not None]
     alike = [compared(*model) for model in zip(request.labels, opened.inputs, structures, strict=True)]
     differ = cache(partial(disagreements, alike, opened.donor, tokenizer=aligned.tokenizer, template=aligned.template))
     return MatchedModels(aligned, specs, names, tuple(problems), tuple(aligned.findings), alike, differ)
 
 
-def _match_all(
-    structures: Sequence[Structure | None], specs: Sequence[Mapping[str, TensorSpec]], donor: int
-) -> list[ModelNames | None]:
+def _match_all(opened: OpenedModels, specs: Sequence[Mapping[str, TensorSpec]]) -> list[ModelNames | None]:
     """The names of each model under the donor's; models that share a structure share the work."""
-    shape = structures[donor]
+    donor = opened.donor
+    shape = opened.structures[donor]
     assert shape is not None
-    by_structure: dict[int, ModelNames] = {}
+    types = [None if c is None else (c.config or {}).get("model_type") for c in opened.checkpoints]
+    known: dict[tuple[int, bool], ModelNames] = {}
     matched: list[ModelNames | None] = []
-    for structure, tensors in zip(structures, specs, strict=True):
+    for structure, tensors, kind in zip(opened.structures, specs, types, strict=True):
+        one_class = isinstance(kind, str) and kind == types[donor]
         if structure is None:
             matched.append(None)
-        elif id(structure) in by_structure:
-            matched.append(by_structure[id(structure)].of_twin(tensors))
+        elif (id(structure), one_class) in known:
+            matched.append(known[id(structure), one_class].of_twin(tensors))
         else:
-            by_structure[id(structure)] = ModelNames(structure, tensors, shape, specs[donor])
-            matched.append(by_structure[id(structure)])
+            names = ModelNames(structure, tensors, shape, specs[donor], one_class=one_class)
+            known[id(structure), one_class] = names
+            matched.append(names)
     return matched
 
 
@@ -324,12 +326,18 @@ _SAMPLED, _SAMPLE_BYTES = 64, 4096
 
 
 def surely_differ(checkpoint: Checkpoint, one: str, other: str) -> bool:
-    """Whether samples of two tensors of a model differ. False if they are not stored on this disk as plain bytes."""
+    """Whether two tensors of a model differ in dtype or shape, or in samples, or one of them alone is changed by an adapter.
+
+    False if they are not stored on this disk as plain bytes: nothing is known of them then.
+    """
     first, second = checkpoint.specs[one], checkpoint.specs[other]
-    if (first.dtype, first.shape) != (second.dtype, second.shape) or checkpoint.missing:
+    if checkpoint.missing:
         return False
-    if None in (checkpoint.location(one), checkpoint.location(other)):
-        return False
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return True
+    stored = [checkpoint.location(name) is not None for name in (one, other)]
+    if not all(stored):
+        return any(stored)
     size = min(first.nbytes, _SAMPLE_BYTES)
     pages = memoryview(bytearray(size)), memoryview(bytearray(size))
     for start in {(first.nbytes - size) * i // _SAMPLED for i in range(_SAMPLED + 1)}:

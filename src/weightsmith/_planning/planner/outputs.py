@@ -17,7 +17,7 @@ from weightsmith._models.structure.vocabulary import is_other_head, is_task_head
 from weightsmith._planning.planner.agreement import Mismatches
 from weightsmith._planning.planner.files import NEVER_USED, Counterparts, is_unused
 from weightsmith._planning.planner.inputs import at
-from weightsmith._planning.planner.match import InputModels, home_module, is_buffer
+from weightsmith._planning.planner.match import InputModels, home_module, is_buffer, of_other_senses
 from weightsmith._planning.planner.parameters import Resolver
 from weightsmith._planning.planner.segments import UNREAD, Account, Placement, Segment, SegmentInput
 from weightsmith._planning.planner.steps import DTypes, operation, split_fused
@@ -91,6 +91,7 @@ class StepMaker:
                 for name in self.donor.modules[placement.module]:
                     self._copy(name, self.models.donor, name)
         self._strangers(placements)
+        self._note_renamed()
         self._note_unread()
         self._note_unused()
 
@@ -249,9 +250,11 @@ class StepMaker:
         places = [k for k in self._listed(name, segment, sources) if sources[k] is not None]
         reads = {k: Read(segment.feeds[k].model, sources[k] or "") for k in places}
         specs = {k: self.models.names[read.model].specs[read.tensor] for k, read in reads.items()}
-        if len({spec.shape for spec in specs.values()}) < 2 or any(
-            s.dtype.name != "U8" or len(s.shape) != 1 for s in specs.values()
-        ):
+        stored = self.models.names[self.models.donor].specs.get(name)  # its model may have weight 0
+        all_specs = [*specs.values(), *([] if stored is None else [stored])]
+        if not places or len({spec.shape for spec in all_specs}) < 2:
+            return False
+        if any(spec.dtype.name != "U8" or len(spec.shape) != 1 for spec in all_specs):
             return False
         taken = min(
             places,
@@ -511,7 +514,10 @@ class StepMaker:
         if self._has_other_layers(model):
             return [self._first_layer(m) for m in (self.models.donor, model)]
         names = self.models.names[model]
-        mine, theirs = next(iter(names.lookalikes), tuple(next(iter(specs)) for specs in names.unmatched))
+        first, second = names.unmatched
+        matrices = ((n, m, spec.shape) for n, spec in first.items() for m in second if len(spec.shape) > 1)
+        alike = ((n, m) for n, m, shape in matrices if second[m].shape == shape)
+        mine, theirs = next(iter(names.lookalikes), None) or next(alike)
         pairs = zip((self.models.donor, model), (theirs, mine), strict=True)
         return [f"{self.models.labels[m]}: {name.rstrip('.')}" for m, name in pairs]
 
@@ -530,6 +536,8 @@ class StepMaker:
         names = self.models.names[model]
         if names.lookalikes:
             return True
+        if of_other_senses(*names.unmatched):
+            return False
         mine, theirs = (Counter(s.shape for s in specs.values() if len(s.shape) > 1) for specs in names.unmatched)
         alike, matrices = (mine & theirs).total(), sum(len(spec.shape) > 1 for spec in names.specs.values())
         return 4 * alike > matrices and 2 * alike > min(mine.total(), theirs.total())
@@ -539,6 +547,17 @@ class StepMaker:
         assert names.structure.main is not None
         prefix = names.structure.main.prefix
         return f"{self.models.labels[model]}: {next(name for name in names.specs if name.startswith(prefix))}"
+
+    def _note_renamed(self) -> None:
+        """Say which modules are merged although their names differ."""
+        donor = self.models.labels[self.models.donor]
+        for label, names in zip(self.models.labels, self.models.names, strict=True):
+            details = tuple(f"{mine.rstrip('.')}: {theirs.rstrip('.')} in {donor}" for mine, theirs in names.renamed)
+            if details:
+                what = "modules with other names hold the same tensors as modules of the donor, and are merged with them"
+                self.warnings.append(
+                    Finding(what, label, details, "check the names: parts of different use can be of one size")
+                )
 
     def _note_unread(self) -> None:
         """Say which models' weights are 0 throughout: nothing of them is read."""

@@ -42,7 +42,6 @@ from weightsmith._engine.results import JobMemory
 from weightsmith._execution.execute import execute
 from weightsmith._execution.identity import program_digest
 from weightsmith._execution.options import RunOptions, resources_of
-from weightsmith._execution.output import RECIPE_NAME
 from weightsmith._execution.progress import Meter, callbacks, shown_meter
 from weightsmith._execution.run import protected_paths
 from weightsmith._features.any_recipe import prepare_any
@@ -160,10 +159,14 @@ def auto(
         memory = JobMemory(folder, spare_bytes=use.searching)
         search = _Search(one, models, names, pairs, folder, journal, memory, settings, began + seconds, running, shown)
         result = search.run()
-        recipe = search.merge(result.choice.name, out, opened_models, began)
-        shutil.rmtree(folder / STATISTICS, ignore_errors=True)
+        name = result.choice.name
+        recipe = search.written_recipe(name)
         whole = expand_user(out).absolute()
         result = replace(result, out=whole, work=folder.absolute(), recipe=recipe, seconds=time.monotonic() - began)
+        result.report().write(folder / PAGE)  # a process that is killed after the merge is not run again
+        search.merge(name, recipe, out, opened_models, began)
+        shutil.rmtree(folder / STATISTICS, ignore_errors=True)
+        result = replace(result, seconds=time.monotonic() - began)
         result.report().write(folder / PAGE)
         return result
 
@@ -305,15 +308,13 @@ def _work_folder(out: str, running: RunOptions) -> Path:
         raise ParameterError("the output has no name", where=out, fix="name a new folder", state=NOTHING_WRITTEN)
     if not is_folder(path.parent):
         raise StoreError(f"there is no folder {path.parent}", where=out, fix="create it", state=NOTHING_WRITTEN)
-    folder = path.with_name(f"{path.name}.auto")
-    if _lacks_page(path, folder) and not running.overwrite:
-        return folder
     if os.path.lexists(path) and not running.overwrite:
         fix = "choose another name, or add --overwrite"
         if not exists(path / MANIFEST_NAME):  # a model of the user, where the order was mistaken
             fix = "name a folder that does not exist as the last argument: weightsmith auto BASE MODEL MODEL... OUT"
         raise OutputExists("the output exists", where=out, fix=fix, state=NOTHING_WRITTEN)
     check_vacant(check_out(path), overwrite=running.overwrite)
+    folder = path.with_name(f"{path.name}.auto")
     if os.path.lexists(folder) and not _is_ours(folder):
         what = "the folder for unfinished work exists, and weightsmith auto did not make it"
         raise OutputExists(what, where=str(folder), fix="choose another output", state=NOTHING_WRITTEN)
@@ -328,11 +329,6 @@ def _is_ours(folder: Path) -> bool:
     if folder.is_symlink() or not folder.is_dir():
         return False
     return is_journal(folder / _SCORES) or not any(folder.iterdir())
-
-
-def _lacks_page(out: Path, folder: Path) -> bool:
-    """Whether a search was ended after it had written its output, and before its page."""
-    return exists(out / MANIFEST_NAME) and is_journal(folder / _SCORES) and not exists(folder / PAGE)
 
 
 @contextmanager
@@ -476,18 +472,17 @@ class _Search:
             seconds=0.0,
         )
 
-    def merge(self, name: str, out: str, models: Sequence[Checkpoint], began: float) -> str:
-        """Write the merge of a candidate, and return its recipe. models: all of them, as they were opened for the search."""
-        self.shown.say(f"writing {name}")
+    def written_recipe(self, name: str) -> str:
+        """The recipe of a candidate that goes into the output. It names the texts."""
         with prepare_any(self.recipe(name), RecipeOptions(), QuantizeSettings()) as prepared:
-            recipe = prepared.plan.recipe
-        path = expand_user(out)
-        if _lacks_page(path, self.folder) and not self.running.overwrite:
-            if not exists(path / RECIPE_NAME) or (path / RECIPE_NAME).read_text() != recipe:
-                fix = "choose another name, or add --overwrite"
-                raise OutputExists("the output exists, and is another merge", where=out, fix=fix)
-            return recipe
-        # The recipe names the texts. This merge reads what was measured on them.
+            return prepared.plan.recipe
+
+    def merge(self, name: str, recipe: str, out: str, models: Sequence[Checkpoint], began: float) -> None:
+        """Write the merge of a candidate. It reads what was measured on the texts that its recipe names.
+
+        models  all of them, as they were opened for the search
+        """
+        self.shown.say(f"writing {name}")
         with prepare_any(self.recipe(name, self.folders), RecipeOptions(), QuantizeSettings()) as prepared:
             repeatable = prepared.draft_again()
             repeatable.draft.recipe = recipe
@@ -496,7 +491,6 @@ class _Search:
                 model.check_unchanged()
             telling = callbacks(self.shown, "merging")
             execute(repeatable.finish(), out, self.running, telling, began=began, memory=self.memory)
-        return recipe
 
     def _choose(self) -> Choice:
         usual = next((name for name, _ in CANDIDATES if name in self._scored), None)
