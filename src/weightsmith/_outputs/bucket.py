@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import socket
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -41,11 +40,10 @@ from weightsmith._base.errors import (
     StoreError,
     WeightsmithError,
 )
-from weightsmith._base.process import is_running
 from weightsmith._base.strict_json import JsonError, parse
 from weightsmith._files.remote.addresses import Address, parse_address
 from weightsmith._outputs.area import STAGING_SUFFIX, left_behind, staging_folder
-from weightsmith._outputs.bucket_parts import LAST, OwnRecord, Record, read_record, read_records
+from weightsmith._outputs.bucket_parts import LAST, OwnRecord, Record, is_there, new_token, read_record, read_records
 from weightsmith._outputs.bucket_store import THREADS, Bucket, Object, SmallObject, Taken
 from weightsmith._outputs.journal import changes, read_journal
 from weightsmith._outputs.local import absolute, is_address, occupied
@@ -99,7 +97,7 @@ class Claim:
     @property
     def is_running(self) -> bool:
         """Its process is on this machine, and is there. A process of another machine cannot be seen."""
-        return not self.parts and self.is_here and is_running(self.process)
+        return not self.parts and self.is_here and is_there(self.process, self.token)
 
     @property
     def is_here(self) -> bool:
@@ -297,7 +295,7 @@ class BucketTarget(Target):
             return self._gone(files)
         if current is not None:
             self._check_may_take(current[0], spec)
-        self._token = notes[_TOKEN] = secrets.token_hex(16)
+        self._token = notes[_TOKEN] = new_token()
         folder = (spec.folder or Path.cwd()) / staging_folder(self.local).name
         claim = Claim(self._token, spec.plan_hash, os.getpid(), socket.gethostname(), str(folder))
         self._create(claim, None if current is None else current[1].version)
@@ -328,7 +326,7 @@ class BucketTarget(Target):
             current = self._read_claim()
             if current is not None and not current[0].is_lost:
                 break
-            token = secrets.token_hex(16)
+            token = new_token()
             with suppress(Taken):
                 self._write_claim(self._shared_claim(token, spec), None if current is None else current[1].version)
                 if current is not None:
@@ -404,6 +402,9 @@ class BucketTarget(Target):
         """Raise Busy unless the run of a claim has ended, and this run may discard its work."""
         if claim.parts and spec.resume:
             raise self._other_plan(claim, spec)
+        if claim.parts and (running := next(filter(_runs, read_records(self.store, self._records)), None)) is not None:
+            what, fix = f"{running}, is building this output now", "wait until it has ended, or stop it"
+            raise Busy(what, where=str(self), fix=fix, state=NOTHING_WRITTEN)
         if claim.is_lost or (not spec.resume and not claim.is_running):
             return
         where = f"{claim.folder} on {claim.host}"
@@ -434,14 +435,24 @@ class BucketTarget(Target):
             self.warnings = (Finding(what, str(self)),)
 
     def _check_claim(self, kind: type[StoreError] = StoreError) -> None:
-        """Raise if another run has taken the output over."""
+        """Raise if another run has taken the output over, or another process the last run."""
         current = self._read_claim()
+        if not self._holds(current):
+            raise self._taken_over(current, kind)
+        self._check_last()
+
+    def _holds(self, current: tuple[Claim, SmallObject] | None) -> bool:
+        return current is not None and current[0].token == self._token
+
+    def _taken_over(self, current: tuple[Claim, SmallObject] | None, kind: type[StoreError] = StoreError) -> StoreError:
+        by = "" if current is None else f", process {current[0].process} on {current[0].host}"
+        what, fix = f"another run{by} has taken this output over", "wait until it has ended"
+        return kind(what, where=str(self), fix=fix)
+
+    def _check_last(self) -> None:
+        """Raise Busy if this is the last run, and another process has taken it over."""
         if self._record is not None and self._record.label == LAST:
             self._record.check()
-        if current is None or current[0].token != self._token:
-            by = "" if current is None else f", process {current[0].process} on {current[0].host}"
-            what, fix = f"another run{by} has taken this output over", "wait until it has ended"
-            raise kind(what, where=str(self), fix=fix)
 
     # finished files
 
@@ -455,13 +466,13 @@ class BucketTarget(Target):
         if not self._helping:  # the driver has made way
             self._check_no_others([name])
         value = self._put(name, file)
-        try:
-            self._check_claim()
-        except StoreError:  # the output was discarded, taken over, or published by this run: this worker was not needed
+        current = self._read_claim()
+        if not self._holds(current):  # discarded, taken over, or published by this run: this worker was not needed
             is_published = _token(self.store.mark(self.key(MANIFEST_NAME))) == self._token
             if not is_published and _token(self.store.mark(self.key(name))) == self._token:
                 self.store.delete([self.key(name)])
-            raise
+            raise self._taken_over(current)
+        self._check_last()  # the process that has taken the last run over has the same token: the file may be its own
         return value
 
     def _put(self, name: str, file: Path) -> list[Any]:

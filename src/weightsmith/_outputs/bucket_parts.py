@@ -39,6 +39,23 @@ LAST = "last"
 """The label of the run that publishes."""
 _OWNER, _DONE, _TOTAL, _PUT = "owner", "done", "total", "put "
 NO_BUILT = Built({}, {}, {})
+_MADE: set[str] = set()
+"""The tokens that this process has made."""
+
+
+def new_token(nbytes: int = 16) -> str:
+    """A random token of this process: so many bytes, in hex."""
+    token = secrets.token_hex(nbytes)
+    _MADE.add(token)
+    return token
+
+
+def is_there(process: int, token: str) -> bool:
+    """Whether the process that made a token is on this machine, by its number.
+
+    A container that is started again has the name that it had, and often the same process numbers: 1, for instance.
+    """
+    return is_running(process) and (process != os.getpid() or token in _MADE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +78,7 @@ class Owner:
     @property
     def is_running(self) -> bool:
         """It is of this machine, and is there."""
-        return self.is_here and is_running(self.process)
+        return self.is_here and is_there(self.process, self.number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +159,7 @@ class OwnRecord:
     label: str
     token: str
     spec: OutputSpec
-    _owner: Owner = field(default_factory=lambda: Owner(secrets.token_hex(8), os.getpid(), socket.gethostname(), time.time()))
+    _owner: Owner = field(default_factory=lambda: Owner(new_token(8), os.getpid(), socket.gethostname(), time.time()))
     _version: Mapping[str, Any] | None = None
 
     def take(self) -> Built:

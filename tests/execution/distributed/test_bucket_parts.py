@@ -470,3 +470,77 @@ def test_two_parts_that_start_at_once_share_one_claim(here: Path, memory: Memory
     assert records(memory) == {"1-of-2", "2-of-2"}
     finished(plan)
     assert memory.contents("models/out") == alone(LINEAR)
+
+
+def test_a_last_run_that_was_taken_over_deletes_nothing(
+    here: Path, memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch, elsewhere: Callable[[str], None]
+) -> None:
+    """The second one takes it over while the first uploads a file, and then has that file too."""
+    plan, put, second = planned(), BucketTarget._put, list[threading.Thread]()
+    uploaded, ended = threading.Event(), threading.Event()
+
+    def publish() -> None:
+        run(plan, None, "node-2")
+
+    def before(operation: str, key: str) -> None:
+        if operation == "a file" and key.endswith("weightsmith.json"):
+            uploaded.set()
+            assert ended.wait(120)
+
+    def taken_over(self: BucketTarget, name: str, file: Path) -> Any:
+        value = put(self, name, file)
+        if not second:
+            elsewhere("node-2")
+            memory.before = before
+            second.append(threading.Thread(target=publish))
+            second[0].start()
+            assert uploaded.wait(120)
+        return value
+
+    run(plan, (1, 3))
+    monkeypatch.setattr(BucketTarget, "_put", taken_over)
+    elsewhere("node-1")
+    with pytest.raises(Busy, match="another process has taken over the last run"):
+        run(plan, None, "node-1")
+    ended.set()
+    second[0].join(120)
+    assert memory.contents("models/out") == alone(LINEAR)
+
+
+def test_parts_that_run_here_are_not_discarded(here: Path, memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, killed = planned(), Killed(memory, monkeypatch)
+    run(plan, (1, 2))
+    interrupt(killed, memory, "2-of-2", lambda: run(plan, (2, 2)))
+    before = memory.objects
+    with pytest.raises(Busy, match=r"part 2 of 2, process \d+ on .*, is building this output now"):
+        finished(plan, resume=False)
+    assert memory.objects == before
+    monkeypatch.setattr(bucket_parts, "is_running", lambda process: False)
+    assert finished(plan, resume=False).resumed == 0
+    assert memory.contents("models/out") == alone(LINEAR)
+
+
+@pytest.mark.parametrize(("part", "options"), [((1, 2), {}), (None, {"resume": False})], ids=["a part", "the whole"])
+def test_a_container_that_is_started_again_goes_on(
+    here: Path, memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch, part: Any, options: dict[str, Any]
+) -> None:
+    """It has the name and the process number of the one that was killed, and an empty disk."""
+    plan, killed = planned(), Killed(memory, monkeypatch)
+
+    def before(operation: str, key: str) -> None:
+        if memory.sent() and not killed.at:
+            killed.at = killed.requests + 1
+        killed._before(operation, key)
+
+    memory.before = before
+    assert killed.run(0, lambda: run(plan, part, "pod"))
+    memory.before = lambda operation, key: None
+    shutil.rmtree("disk-pod")
+    with pytest.raises(Busy):
+        run(plan, part, "pod", **options)
+    shutil.rmtree("disk-pod", ignore_errors=True)
+    monkeypatch.setattr(bucket_parts, "_MADE", set())
+    run(plan, part, "pod", **options)
+    if part is not None:
+        finished(plan)
+    assert memory.contents("models/out") == alone(LINEAR)
