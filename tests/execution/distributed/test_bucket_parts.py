@@ -544,3 +544,73 @@ def test_a_container_that_is_started_again_goes_on(
     if part is not None:
         finished(plan)
     assert memory.contents("models/out") == alone(LINEAR)
+
+
+def test_a_part_that_begins_while_its_output_is_published_leaves_nothing(here: Path, memory: MemoryBucket) -> None:
+    plan, published = planned(), list[object]()
+    run(plan, (1, 2))
+
+    def before(operation: str, key: str) -> None:
+        if operation == "a small object" and key.endswith("/2-of-2") and not published:
+            published.append(key)
+            published.append(finished(plan))
+
+    memory.before = before
+    with pytest.raises(Busy, match="another run has taken this output over"):
+        run(plan, (2, 2))
+    assert published
+    expected = alone(LINEAR)
+    assert memory.contents("models/out") == expected
+    assert {*memory.objects} == {f"models/out/{name}" for name in expected}
+
+
+def test_a_part_that_begins_while_the_last_run_does_gives_up(
+    here: Path, memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, began = planned(), list[str]()
+    run(plan, (1, 2))
+    take = bucket_parts.OwnRecord.take
+
+    def late(self: bucket_parts.OwnRecord) -> Any:
+        began.append(self.label)
+        if self.label == "2-of-2":
+            bucket_parts.OwnRecord(self.store, self.folder, bucket_parts.LAST, self.token, self.spec).take()
+        return take(self)
+
+    monkeypatch.setattr(bucket_parts.OwnRecord, "take", late)
+    with pytest.raises(Busy, match=r"the last run, process .* is publishing this output"):
+        run(plan, (2, 2))
+    assert records(memory) == {"1-of-2", bucket_parts.LAST}
+
+
+@pytest.mark.parametrize("of_a_run", [True, False], ids=["published since", "of nobody"])
+def test_a_record_without_a_claim_is_removed_by_clean_and_blocks_nothing(
+    here: Path, memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch, elsewhere: Callable[[str], None], of_a_run: bool
+) -> None:
+    """Its process was killed right after it had written the record, and its output was published or discarded."""
+    import obstore
+
+    plan, killed, key = planned(), Killed(memory, monkeypatch), f"{STAGING}/parts/2-of-2"
+    elsewhere("node-1")
+    interrupt(killed, memory, "2-of-2", lambda: run(plan, (2, 2)))
+    elsewhere("node-2")
+    data, mark = memory.get(key), memory_mark(memory, key)
+    if of_a_run:
+        memory.delete(key)
+        finished(plan)
+    else:
+        memory.delete(f"{STAGING}/claim")
+    obstore.put(memory.store, key, data, attributes={"weightsmith": mark})
+    published = memory.contents("models/out")
+    [unfinished] = find_unfinished(OUT)
+    assert (unfinished.tensors, unfinished.reason) == (0, "")
+    with pytest.raises(NotFound):
+        weightsmith.status(OUT)
+    if not of_a_run:
+        run(plan, (1, 3))
+        finished(plan)
+        published = memory.contents("models/out")
+        [unfinished] = find_unfinished(OUT)
+    unfinished.remove()
+    assert published == memory.contents("models/out") == alone(LINEAR)
+    assert {*memory.objects} == {f"models/out/{name}" for name in published}
