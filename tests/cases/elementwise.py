@@ -89,7 +89,7 @@ def crossed(arrays: Arrays, alpha: float, tilt: float) -> np.ndarray:
 
 
 def crossed_in_order(arrays: Arrays, alpha: float, tilt: float) -> np.ndarray:
-    """As sd-meh's distribution_crossover computes it; equal elements of the base in the order of their positions."""
+    """As sd-mecha's distribution_crossover computes it; equal elements of the base in the order of their positions."""
     c, a, b = f64(arrays)
     if not a.ndim:
         return (1 - alpha) * a + alpha * b
@@ -109,7 +109,7 @@ def crossover_filter(shape: tuple[int, ...], alpha: float, tilt: float) -> np.nd
         gradients.append(np.linspace(0, 1, size) if whole else np.concatenate([up, down]) / (size // 2))
     mesh = np.sqrt(sum(g**2 for g in np.meshgrid(*gradients, indexing="ij")) / len(shape))
     if tilt == 0:
-        return (mesh > 1 - alpha).astype(float)
+        return (mesh.astype(np.float32) > np.float32(1 - alpha)).astype(float)
     slope = 1 / np.tan(np.pi * tilt / 2)
     constant = alpha * slope + alpha - slope if tilt <= 1 else alpha - alpha * slope
     return np.clip(mesh * slope + constant, 0, 1)

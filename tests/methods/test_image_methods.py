@@ -118,3 +118,32 @@ def test_noise_is_normal_and_depends_on_the_seed_and_the_name() -> None:
     for other in (noise(seed=1), noise("v")):
         assert abs(np.corrcoef(first.ravel(), other.ravel())[0, 1]) < 4 / np.sqrt(first.size)
     assert (noise() == first).all()
+
+
+def test_a_change_stays_where_there_is_nothing_to_turn_towards() -> None:
+    for shape in ((4, 9), (9, 4), (6, 6)):
+        base = model(shape, 0)
+        change = 0.1 * model(shape, 1)
+        got = merged("rotate", [base + change, base], base)
+        np.testing.assert_allclose(got, base + change - change.mean(0), atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(24, 60), (60, 24), (30, 30)])
+def test_a_change_of_low_rank_turns_only_what_it_must(shape: tuple[int, int]) -> None:
+    """B says how two directions turn: A's lengths and angles stay, and it changes by a matrix of rank four at most."""
+    rng = np.random.default_rng(0)
+    a, few = rng.normal(size=shape), rng.normal(size=(shape[0], 2)) @ rng.normal(size=(2, shape[1]))
+    got = merged("rotate", [few], a, centralization=0.0)
+    np.testing.assert_allclose(got @ got.T, a @ a.T, atol=1e-9)
+    singular = np.linalg.svd(a.T @ few, compute_uv=False)
+    np.testing.assert_allclose((got * few).sum(), singular.sum(), rtol=1e-9)  # no turn brings it nearer
+    assert np.linalg.matrix_rank(got - a, tol=1e-9) <= 4
+
+
+@pytest.mark.parametrize("alpha", [0.9, 0.8])
+def test_a_height_equal_to_the_cut_in_float32_is_not_above_it(alpha: float) -> None:
+    """In float64 it is: 1 - 0.9 is less than 0.1 there."""
+    place = round((1 - alpha) * 10)
+    wave = np.cos(2 * np.pi * place * np.arange(20) / 20)
+    got = merged("crossover", [wave], np.zeros(20), alpha=alpha, tilt=0.0)
+    np.testing.assert_allclose(got, 0, atol=1e-12)

@@ -6,13 +6,14 @@ which folders in the model's folder a loader reads.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from weightsmith._base.errors import CheckpointError, Finding, FormatError
-from weightsmith._base.files import open_regular, read_bounded, show
+from weightsmith._base.files import expand_user, open_regular, read_bounded, show
 from weightsmith._base.strict_json import read_object
 from weightsmith._files import subfolders
 
@@ -284,27 +285,53 @@ _MERGED_FROM = "modelspec.merged_from"
 
 
 def merged_metadata(metadata: Mapping[str, str], paths: Sequence[str], *, alone: bool) -> dict[str, str]:
-    """`kept_metadata` of a merge, with the names of its models, as ModelSpec lists them. Without folders and suffixes.
+    """`kept_metadata` of a merge, with the names of its models in place of an older list, as ModelSpec lists them.
 
-    paths  of the models and adapters that are merged, or their ids on the Hub
+    paths  of the models and adapters that are merged, or their ids on the Hub; of one model, there is no list
     alone  the model that the metadata is of is a single file: others have the list only beside keys of ModelSpec
 
     >>> merged_metadata({"modelspec.title": "Ink"}, ["a/ink.safetensors", "me/sd-xl"], alone=False)["modelspec.merged_from"]
     'ink, sd-xl'
     """
-    names = dict.fromkeys(_model_name(path) for path in paths)
     said = alone or any(key.startswith("modelspec.") for key in metadata)
-    return {**metadata, _MERGED_FROM: ", ".join(names)} if said and len(names) > 1 else dict(metadata)
+    names = _model_names(paths)
+    listed = {_MERGED_FROM: ", ".join(names)} if said and names and len(paths) > 1 else {}
+    return {key: value for key, value in metadata.items() if key != _MERGED_FROM} | listed
 
 
-def _model_name(path: str) -> str:
-    """The name of a file without its suffix, or of a folder. A comma would end it in ModelSpec's list.
+_USUAL_NAME = re.compile(
+    r"(adapter_config|adapter_model|(diffusion_)?pytorch_model|model|pytorch_lora_weights)(-\d+-of-\d+)?(\.\w+)*"
+)
+"""Of a weight file that is named after its format: its folder has the model's name."""
 
-    >>> _model_name("/models/ink, v1.5.safetensors"), _model_name("sd-v1.5/")
-    ('ink v1.5', 'sd-v1.5')
+
+def _model_names(paths: Sequence[str]) -> list[str]:
+    """The names of models: of a file without its suffix, or of a folder; with the folders that tell equal names apart.
+
+    A comma would end a name in ModelSpec's list.
+
+    >>> _model_names(["/models/ink, v1.5.safetensors", "sd-v1.5/", "photo/model.safetensors"])
+    ['ink v1.5', 'sd-v1.5', 'photo']
+    >>> _model_names(["me/ink", "you/ink.safetensors", "./me/ink"])
+    ['me/ink', 'you/ink']
     """
-    name = PurePath(path).name
-    return " ".join((PurePath(name).stem if is_weights(name) else name).replace(",", " ").split())
+    places = [*dict.fromkeys(map(_named_place, paths))]
+    names = dict[str, None]()
+    for place in places:
+        lengths = range(1, len(place))
+        length = next((n for n in lengths if sum(other[-n:] == place[-n:] for other in places) == 1), len(place))
+        names[" ".join("/".join(place[-length:]).replace(",", " ").split())] = None
+    return [name for name in names if name]
+
+
+def _named_place(path: str) -> tuple[str, ...]:
+    """The folders of a model, and its name."""
+    place = Path(os.path.abspath(expand_user(path)))  # noqa: PTH100  links stay: those of the Hub's cache lead to hashes
+    if not is_weights(place.name):
+        return place.parts[1:]
+    if _USUAL_NAME.fullmatch(place.name) and place.parent.name:
+        return place.parent.parts[1:]
+    return *place.parent.parts[1:], place.stem
 
 
 def metadata_findings(labels: Sequence[str], metadata: Sequence[Mapping[str, str]], donor: int) -> tuple[Finding, ...]:

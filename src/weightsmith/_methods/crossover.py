@@ -35,8 +35,9 @@ def shares(heights: Array, alpha: float, tilt: float) -> Array:
     >>> shares(heights, 0.5, 0.0), shares(heights, 0.5, 0.5)
     (array([0., 0., 0., 1., 1.]), array([0.  , 0.25, 0.5 , 0.75, 1.  ]))
     """
-    if tilt in (0.0, 2.0):
-        return (heights > 1 - alpha if tilt == 0.0 else heights < alpha).astype(np.float64)
+    if tilt in (0.0, 2.0):  # in float32, as sd-mecha decides whether a height is above the cut
+        heights32 = heights.astype(np.float32)
+        return (heights32 > np.float32(1 - alpha) if tilt == 0.0 else heights32 < np.float32(alpha)).astype(np.float64)
     slope = 1 / math.tan(math.pi * tilt / 2)
     cut = 1 - alpha if tilt <= 1 else alpha
     clipped: Array = np.clip(alpha + slope * (heights - cut), 0.0, 1.0)
@@ -85,9 +86,10 @@ def filtered(delta: Array, alpha: float, tilt: float) -> Array:
     family="sphere",
     summary="""Takes each tensor as an image, and mixes the two models by frequency: A, the base, supplies the low frequencies,
 and B the high ones. The Fourier transform has as many dimensions as the tensor. A frequency's height is the root mean square
-of its heights in all dimensions. `alpha` is how far B reaches down from the highest. `tilt` makes the cut soft: at 0.5, the
-share of B rises evenly from 0 to 1 with `alpha: 0.5`. This is `crossover` of sd-mecha, for image models. There, `tilt` goes to
-4, and above 2 it means the same as 4 - tilt here. At 2, sd-mecha takes 1 - alpha for alpha.""",
+of its heights in all dimensions. Experts and other matrices that are stored in one tensor are transformed one by one. `alpha`
+is how far B reaches down from the highest. `tilt` makes the cut soft: at 0.5, the share of B rises evenly from 0 to 1 with
+`alpha: 0.5`. This is `crossover` of sd-mecha, for image models. There, `tilt` goes to 4, and above 2 it means the same as
+4 - tilt here. At 2, sd-mecha takes 1 - alpha for alpha.""",
     use="""For fine-tunes of one image model, as sd-mecha's recipes do. Neighbours in a tensor are not neighbours of any
 picture, so it is an experiment: look at the images. No evidence for language models is known.""",
     passes="Two: the difference, then the result.",

@@ -30,10 +30,9 @@ def filtered_in_order(delta: Array, order: Array, alpha: float, tilt: float) -> 
     summary="""Sorts the elements of each tensor by the value that they have in the base, and mixes the two models by frequency
 along that order. A supplies the low frequencies: what it did to all weights of about the same value. B supplies the high
 ones, which differ from weight to weight. `alpha` is the share of the frequencies that come from B. `tilt` makes the cut soft.
-This is `distribution_crossover` of sd-mecha before version 0.1, for image models. With `tilt: 0`, it is that of sd-meh with
-`beta` 0 and `alpha` counted from the other end. Elements with equal values in the base stay in the order of their positions.
-In these programs, torch's sort decides.""",
-    use="""For two fine-tunes of one image model, where recipes of sd-mecha or sd-meh call for it. The base is what both were
+This is `distribution_crossover` of sd-mecha before version 0.1, for image models. Elements with equal values in the base stay
+in the order of their positions. In sd-mecha, torch's sort decides.""",
+    use="""For two fine-tunes of one image model, where recipes of sd-mecha call for it. The base is what both were
 tuned from. No evidence for language models is known.""",
     passes="Two: the difference and the base, then the result.",
     source="ljleb, sd-mecha 0.0, distribution_crossover, https://github.com/ljleb/sd-mecha",

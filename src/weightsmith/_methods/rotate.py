@@ -12,6 +12,9 @@ from weightsmith._base.torch_use import needs_torch
 from weightsmith._methods.method import Bounds, example_recipe, merge_method
 from weightsmith.abc.job import Job, Matrix
 
+_EXACT = 1e-12
+"""What differs by less, relative to the largest, differs by rounding in float64."""
+
 
 def neurons(shape: Sequence[int]) -> tuple[int, int]:
     """The matrix that a tensor of two or more dimensions is turned as. Its rows are the kernels of a 2-D convolution.
@@ -27,17 +30,34 @@ def neurons(shape: Sequence[int]) -> tuple[int, int]:
 def turned(a: Any, b: Any) -> Any:
     """a (float64 [rows, cols]) times the orthogonal matrix with which it is nearest to b, of the same shape.
 
-    That is U Vᵀ of aᵀb = U S Vᵀ (Schönemann 1966). Where the rows are fewer than the columns, it is made of their span.
+    That is U Vᵀ of aᵀb = U S Vᵀ (Schönemann 1966), without the directions of which the singular values are 0. These say
+    nothing of how the rest of a turns: it follows the smallest rotation that brings the span of U to that of V.
     """
     import torch
 
+    u, v = directions(a, b)
+    result = a @ u @ v.T
+    rest = a - a @ u @ u.T
+    if torch.linalg.norm(rest) <= _EXACT * torch.linalg.norm(a):
+        return result
+    x, cosines, y = torch.linalg.svd(u.T @ v, full_matrices=False)  # of the angles between both spans
+    u, v = u @ x, v @ y.T
+    return result + rest - rest @ v / (1 + cosines) @ (u + v).T
+
+
+def directions(a: Any, b: Any) -> tuple[Any, Any]:
+    """U and V of aᵀb = U S Vᵀ (float64 [cols, rank]), for the singular values above 0."""
+    import torch
+
     if len(a) >= a.shape[1]:
-        u, _, vt = torch.linalg.svd(a.T @ b, full_matrices=False)
-        return a @ (u @ vt)
-    directions, of_b = torch.linalg.qr(b.T)
-    of_a = torch.linalg.qr(a.T, mode="r").R
-    u, _, vt = torch.linalg.svd(of_a @ of_b.T, full_matrices=False)
-    return of_a.T @ (u @ vt) @ directions.T
+        u, s, vt = torch.linalg.svd(a.T @ b, full_matrices=False)
+    else:
+        span_a, of_a = torch.linalg.qr(a.T)
+        span_b, of_b = torch.linalg.qr(b.T)
+        u, s, vt = torch.linalg.svd(of_a @ of_b.T, full_matrices=False)
+        u, vt = span_a @ u, vt @ span_b.T
+    rank = int((s > s[:1] * _EXACT).sum())
+    return u[:, :rank], vt[:rank].T
 
 
 def merge(inputs: Sequence[Any], shape: tuple[int, int], alpha: float, centre: float) -> Any:
@@ -59,9 +79,10 @@ def merge(inputs: Sequence[Any], shape: tuple[int, int], alpha: float, centre: f
     summary="""Turns the rows of each of A's matrices by the rotation or reflection that brings them nearest to the rows of B
 (orthogonal Procrustes). Angles between A's rows and their lengths stay as they are. With one model, A is the base and B the
 model. With two, both are turned as differences from the base. `alpha` then moves the result towards B. The mean row of each
-matrix is turned apart: the result has that of B. The kernels of a convolution are rows. Vectors are mixed with `alpha` alone.
-This is `rotate` of sd-mecha with an `alignment` of 1, for image models. It also turns matrices with fewer rows than columns,
-to which sd-mecha since version 0.1 adds A outside the span of B's rows. Requires torch.""",
+matrix is turned apart: the result has that of B. Where B says nothing of a direction, A turns no more than it must: if B
+equals the base, A stays as it is, except for the mean row. The kernels of a convolution are rows. Vectors are mixed with
+`alpha` alone. This is `rotate` of sd-mecha with an `alignment` of 1, for image models. It also turns matrices with fewer rows
+than columns, to which sd-mecha since version 0.1 adds A outside the span of B's rows. Requires torch.""",
     use="""For two fine-tunes of one image model, as sd-mecha's recipes do: A's details in B's composition. No evidence for
 language models is known.""",
     passes="Two: every matrix is read whole, decomposed, then written.",
@@ -92,7 +113,7 @@ def rotate(
         np.ones(2),
         1.0,
         origin="base" if deltas else "zero",
-        copies=10,
+        copies=12,
         side=min(shape),
     )
     job.identity = repr(("rotate", alpha, centralization, deltas))

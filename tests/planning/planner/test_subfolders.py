@@ -280,3 +280,61 @@ def test_metadata_after_which_comfyui_builds_a_model_is_kept_and_compared(tmp_pa
             assert file.metadata() == {"format": "pt", "modelspec.merged_from": f"a, {other}", **said}
     done = weightsmith.merge(linear(*(str(tmp_path / f"{name}.safetensors") for name in "da")), tmp_path / "lost", fsync=False)
     assert any("its metadata config, is_512, resolution differs" in finding.what for finding in done.plan.warnings)
+
+
+def _lists(out: Path) -> str | None:
+    with safe_open(out / "model.safetensors", "np") as file:
+        metadata: dict[str, str] = file.metadata()
+    assert metadata["modelspec.title"] == "Ink"
+    return metadata.get("modelspec.merged_from")
+
+
+def _image_models(tmp_path: Path, *names: str) -> list[str]:
+    for seed, name in enumerate(names):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        tensors = {"w": np.full((4, 4), seed, np.float32), "model.diffusion_model.out.2.weight": np.ones((2, 2), np.float32)}
+        tensors |= {"model_ema.diffusion_modelout2weight": np.zeros((2, 2), np.float32)}
+        said = {"modelspec.title": "Ink", "modelspec.merged_from": "old, older"}
+        save_file(tensors, tmp_path / name, metadata=said)
+    return [str(tmp_path / name) for name in names]
+
+
+def test_files_of_the_same_name_are_listed_by_their_folders(tmp_path: Path) -> None:
+    names = "a/model.safetensors", "b/model.safetensors", "a/ink.safetensors", "b/ink.safetensors"
+    done = weightsmith.merge(linear(*_image_models(tmp_path, *names)), tmp_path / "out", fsync=False)
+    assert _lists(done.out) == "a, b, a/ink, b/ink"
+
+
+def test_the_choice_of_a_moving_average_is_no_merged_model(tmp_path: Path) -> None:
+    a, b = _image_models(tmp_path, "a.safetensors", "b.safetensors")
+    done = weightsmith.merge(linear(f"{a}+ema", f"{b}+no-ema"), tmp_path / "out", fsync=False)
+    assert _lists(done.out) == "a, b"
+    one = {"merge_method": "passthrough", "models": [{"model": f"{a}+ema"}]}
+    assert _lists(weightsmith.merge(one, tmp_path / "one", fsync=False).out) == "old, older", "it is no merge"
+
+
+def test_a_stage_is_listed_by_its_models(tmp_path: Path) -> None:
+    _image_models(tmp_path, *(f"{name}.safetensors" for name in ("a", "b", "c", "d1", "d2")))
+    models = "models: [{{model: {}, parameters: {{weight: 1}}}}, {{model: {}, parameters: {{weight: 1}}}}]\n"
+    folder = f"{tmp_path}/"
+    first = "name: first\nmerge_method: linear\n" + models.format(f"{folder}a.safetensors", f"'{folder}d*.safetensors'")
+    second = "name: second\nmerge_method: linear\n" + models.format("first", f"{folder}b.safetensors")
+    last = "merge_method: linear\n" + models.format("second", f"{folder}c.safetensors")
+    recipe = tmp_path / "recipe.yml"
+    recipe.write_text("---\n".join((first, second, last)))
+    done = weightsmith.merge(str(recipe), tmp_path / "out", fsync=False)
+    assert _lists(done.out) == "a, d1, d2, b, c"
+
+
+def test_the_current_folder_is_listed_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, b = _image_models(tmp_path, "ink/model.safetensors", "b.safetensors")
+    monkeypatch.chdir(tmp_path / "ink")
+    assert _lists(weightsmith.merge(linear(".", b), tmp_path / "out", fsync=False).out) == "ink, b"
+
+
+def test_models_that_are_not_read_are_not_listed(tmp_path: Path) -> None:
+    recipe = linear(*_image_models(tmp_path, *(f"{name}.safetensors" for name in "abc")))
+    recipe["models"][1]["parameters"] = {"weight": 0}
+    assert _lists(weightsmith.merge(recipe, tmp_path / "out", fsync=False).out) == "a, c"
+    recipe["models"][2]["parameters"] = {"weight": 0}
+    assert _lists(weightsmith.merge(recipe, tmp_path / "one", fsync=False).out) is None, "the old list would be false"

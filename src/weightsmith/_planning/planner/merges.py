@@ -25,6 +25,7 @@ from weightsmith._files.hf_folder import natural_key
 from weightsmith._methods import any_method, code_of
 from weightsmith._methods.method import Method
 from weightsmith._models.checkpoint import Checkpoint
+from weightsmith._models.ema import names_ema
 from weightsmith._models.structure import Structure
 from weightsmith._models.structure.parts import find_parts
 from weightsmith._models.structure.resize import LAYERS_UNSPECIFIED
@@ -354,6 +355,18 @@ def trained_head(model: str, head: str, embedding: str) -> MismatchError:
     return MismatchError(what, where=model, fix=fix)
 
 
+def _merged_paths(ref: ModelRef, stages: Mapping[str, Recipe | None]) -> Iterator[str]:
+    """Paths of a model and its adapter. stages: the recipes whose results are models: these stand for their own models."""
+    recipe = stages.get(ref.path)
+    if recipe is None:
+        yield ref.path
+    else:
+        for inner in match_patterns(recipe, recipe.base_model)[0].references:
+            yield from _merged_paths(inner, stages)
+    if ref.lora is not None and not names_ema(ref.lora.path):
+        yield ref.lora.path
+
+
 def _in_model_order(steps: Sequence[Step], stored: Mapping[str, TensorSpec]) -> list[Step]:
     """The steps as a checkpoint's tensors are ordered. stored: the donor's tensors, in this order."""
     place = {name: i for i, name in enumerate(stored)}
@@ -419,16 +432,23 @@ class _Assembler:
         self.warnings += [*outputs.dtypes.findings(), *idle, *left_out_findings(donor.left_out, label)]
         self.warnings += metadata_findings(self.labels, [c.naming.metadata for c in self.inputs], self.opened.donor)
         draft = self._draft(method, aligned, [*products, *measured.products], config, resolver.settings)
-        draft.naming, draft.dropped = self._named(pipeline.naming(), donor), [*dropped, *pipeline.dropped()]
+        draft.naming = self._named(pipeline.naming(), measured.steps, draft.products)
+        draft.dropped = [*dropped, *pipeline.dropped()]
         draft.steps, draft.tables = measured.steps, list(tables)
         named = [*code_files(draft), *aligned.named, *measured.files]
         loading = self._loading(draft, donor, outputs)
         return Prepared(draft, self.inputs, self.shape, outputs.origins, resolver, named, loading=loading)
 
-    def _named(self, naming: Naming, donor: Checkpoint) -> Naming:
-        """With the names of the merged models in the metadata of image models."""
-        refs = (part for ref in self.request.refs for part in (ref, ref.lora) if part is not None)
-        metadata = merged_metadata(naming.metadata, [ref.path for ref in refs], alone=donor.alone)
+    def _named(self, naming: Naming, steps: Sequence[Step], products: Sequence[Product]) -> Naming:
+        """With the names of the models that are read in the metadata of image models, in place of the donor's list."""
+        refs, stages = self.request.refs, self.recipe.stages
+        if len(refs) == 1 and len(set(_merged_paths(refs[0], stages))) == 1:
+            return naming
+        made_of = (*steps, *(step for product in products for step in product.steps))
+        used = {read.model for step in made_of for read in step.reads}
+        used |= {model for product in products for model in product.models}
+        paths = dict.fromkeys(path for i, ref in enumerate(refs) if i in used for path in _merged_paths(ref, stages))
+        metadata = merged_metadata(naming.metadata, [*paths], alone=self.inputs[self.opened.donor].alone)
         return replace(naming, metadata=metadata)
 
     def _outputs(self, method: Method, resolver: Resolver, placements: Sequence[Placement]) -> StepMaker:
