@@ -614,3 +614,12 @@ def test_a_record_without_a_claim_is_removed_by_clean_and_blocks_nothing(
     unfinished.remove()
     assert published == memory.contents("models/out") == alone(LINEAR)
     assert {*memory.objects} == {f"models/out/{name}" for name in published}
+
+
+def test_a_finished_part_without_files_is_shown_as_done(here: Path, memory: MemoryBucket) -> None:
+    plan = planned(max_shard_bytes=100_000_000)
+    for k in (1, 2):
+        run(plan, (k, 2))
+    builders = weightsmith.status(OUT).builders
+    assert sorted(builder.total for builder in builders) == [0, len(plan.steps)]
+    assert [builder.done for builder in builders] == [True, True]
