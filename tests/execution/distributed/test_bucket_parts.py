@@ -614,3 +614,38 @@ def test_a_record_without_a_claim_is_removed_by_clean_and_blocks_nothing(
     unfinished.remove()
     assert published == memory.contents("models/out") == alone(LINEAR)
     assert {*memory.objects} == {f"models/out/{name}" for name in published}
+
+
+def test_a_finished_part_without_files_is_shown_as_done(here: Path, memory: MemoryBucket) -> None:
+    plan = planned(max_shard_bytes=100_000_000)
+    for k in (1, 2):
+        run(plan, (k, 2))
+    builders = weightsmith.status(OUT).builders
+    assert sorted(builder.total for builder in builders) == [0, len(plan.steps)]
+    assert [builder.done for builder in builders] == [True, True]
+
+
+@pytest.mark.parametrize("disk", ["last", "another"])
+def test_a_last_run_that_goes_on_elsewhere_makes_its_own_files_again(
+    here: Path, memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch, disk: str
+) -> None:
+    plan, killed = planned(), Killed(memory, monkeypatch)
+    run(plan, (1, 2))
+    parts = {*memory.sent()}
+
+    def before(operation: str, key: str) -> None:
+        if len({*memory.sent()} - parts) == 2 and not killed.at:
+            killed.at = killed.requests + 1
+        killed._before(operation, key)
+
+    memory.before = before
+    monkeypatch.setattr(bucket_parts, "is_running", lambda process: False)
+    assert killed.run(0, lambda: run(plan, None, "last"))
+    memory.before = lambda operation, key: None
+    [first] = [{*memory.sent()} - parts - {memory.sent()[-1]}]
+    sent = len(memory.sent())
+    run(plan, None, disk)
+    again = {*memory.sent()[sent:]}
+    assert (first & again == first) is (disk == "another")
+    assert not parts & again
+    assert memory.contents("models/out") == alone(LINEAR)
