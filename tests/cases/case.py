@@ -25,6 +25,7 @@ class Case:
     ulp        allowed error of bf16 output
     identity   merging a model with itself gives the model, bit for bit
     dims       numbers of dimensions the case is meant for
+    tensor     its name
     """
 
     name: str
@@ -36,6 +37,7 @@ class Case:
     ulp: float = 1.0
     identity: bool = True
     dims: tuple[int, ...] = (0, 1, 2, 3)
+    tensor: str = "w"
 
     @property
     def inputs(self) -> int:

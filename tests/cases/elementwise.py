@@ -118,7 +118,7 @@ def crossover_filter(shape: tuple[int, ...], alpha: float, tilt: float) -> np.nd
 def noisy(arrays: Arrays, deviation: float) -> np.ndarray:
     """The normal number of each element's random word, by the standard library."""
     (a,) = f64(arrays)
-    key = xxhash.xxh3_64_intdigest(b"w\0noise", 0)
+    key = xxhash.xxh3_64_intdigest(b"weight\0noise", 0)
     normal = NormalDist().inv_cdf
     numbers = [normal((reference.philox(key, i) + 0.5) / 2**32) for i in range(a.size)]
     return a + deviation * np.reshape(numbers, a.shape)
@@ -207,7 +207,8 @@ CASES = (
         lambda a: crossed_in_order(a, 0.6, 1.3),
     ),
     Case(
-        "add_noise", "add_noise", {"deviation": 0.01}, [{}], lambda a: noisy(a, 0.01), base=False, identity=False
+        "add_noise", "add_noise", {"deviation": 0.01}, [{}], lambda a: noisy(a, 0.01), base=False, identity=False,
+        tensor="weight",
     ),
     Case("train_difference, reversed", "train_difference", {"lambda": -0.5}, [{}] * 3, lambda a: trained(a, -0.5)),
     Case("sce", "sce", SCE | {"select_topk": 1.0}, [{}] * 4, lambda a: sce(a, 1.0)),

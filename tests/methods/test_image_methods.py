@@ -108,16 +108,23 @@ def test_a_matrix_that_was_only_turned_is_turned_back() -> None:
 def test_noise_is_normal_and_depends_on_the_seed_and_the_name() -> None:
     zeros = np.zeros((300, 400))
 
-    def noise(name: str = "w", seed: int = 0) -> np.ndarray:
+    def noise(name: str = "a.weight", seed: int = 0) -> np.ndarray:
         return np.asarray(weightsmith.merge_state_dicts("add_noise", [{name: zeros}], seed=seed, deviation=0.5)[name])
 
     first = noise()
     assert abs(first.mean()) < 4 * 0.5 / np.sqrt(first.size)
     assert abs(first.std() / 0.5 - 1) < 4 / np.sqrt(2 * first.size)
     assert abs((np.abs(first) < 0.5).mean() - 0.6827) < 0.006
-    for other in (noise(seed=1), noise("v")):
+    for other in (noise(seed=1), noise("b.bias")):
         assert abs(np.corrcoef(first.ravel(), other.ravel())[0, 1]) < 4 / np.sqrt(first.size)
     assert (noise() == first).all()
+
+
+@pytest.mark.parametrize("name", ["alphas_cumprod", "betas", "model_ema.num_updates", "logit_scale"])
+def test_tensors_that_are_neither_weights_nor_biases_get_no_noise(name: str) -> None:
+    given = np.array([-0.0, 0.5, 1.0])
+    got = np.asarray(weightsmith.merge_state_dicts("add_noise", [{name: given}], deviation=0.5)[name])
+    assert got.tobytes() == given.tobytes()
 
 
 def test_a_change_stays_where_there_is_nothing_to_turn_towards() -> None:

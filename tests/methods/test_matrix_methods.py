@@ -605,7 +605,8 @@ def test_jobs_that_are_not_portable_are_those_whose_methods_say_so() -> None:
         except (IndexError, KeyError, ValueError):  # it reads a product
             assert not method.on_device(shared), name
             continue
-        assert job.portable != method.on_device(shared), name
+        on_cpu_alone = name in ("crossover", "distribution_crossover")  # numpy computes their Fourier transforms
+        assert job.portable != (method.on_device(shared) or on_cpu_alone), name
 
 
 def test_a_sum_that_overflows_does_not_make_finite_rows_infinite() -> None:

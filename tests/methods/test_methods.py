@@ -32,7 +32,8 @@ def ulp_error(got: np.ndarray, exact: np.ndarray, bits: int = 8) -> float:
 
 
 def run_case(case: Case, folder: Path, arrays: list[np.ndarray], **options: Any) -> np.ndarray:
-    return run_method(folder, case.method, arrays, shared=case.shared, models=case.models, base=case.base, **options)
+    options |= {"shared": case.shared, "models": case.models, "base": case.base, "name": case.tensor}
+    return run_method(folder, case.method, arrays, **options)
 
 
 def shapes_for(case: Case) -> list[tuple[int, ...]]:

@@ -13,7 +13,9 @@ from weightsmith.abc.job import Job, Matrix
     family="copy",
     summary="""Adds a normal random number to every weight. This is `plus random` of SuperMerger, for image models. The noise
 depends only on the seed (`--seed`), the name of the tensor and the position of the weight, so a run can be repeated. Filters
-give tensors noise of their own: `deviation: [{filter: attn, value: 0.001}, {value: 0}]`.""",
+give tensors noise of their own: `deviation: [{filter: attn, value: 0.001}, {value: 0}]`. As in SuperMerger, only tensors
+with `weight` or `bias` in their names get noise. Others stay as they are, such as the noise schedule of a diffusion model
+(`alphas_cumprod`, `betas`) and the counters of EMA.""",
     use="""To see how much change a model bears, or to vary images. Compare `deviation` with the size of the weights: a
 hundredth of their standard deviation changes little. SuperMerger leaves tensors alone that have `to_out`, `proj_out` or
 `norm` in their names.""",
@@ -30,4 +32,5 @@ def add_noise(
 ) -> Job:
     from weightsmith._methods.jobs.operations import NoiseJob
 
-    return NoiseJob(matrix, deviation)
+    trained = "weight" in matrix.name or "bias" in matrix.name
+    return NoiseJob(matrix, deviation if trained else 0.0)

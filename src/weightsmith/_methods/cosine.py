@@ -40,7 +40,7 @@ def _check(low: float, high: float) -> str:
 
 
 @merge_method(
-    title="keep the base where two models agree, take the other else",
+    title="keep the base where two models agree, else the other",
     family="sphere",
     summary="""Mixes two image models: A, the base, and B. Columns that are alike in both stay close to A, and those that differ
 move towards B. These are `cosineA` (`form: a`) and `cosineB` (`form: b`) of SuperMerger. The similarity of a column is the mean

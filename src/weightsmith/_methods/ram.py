@@ -1,4 +1,4 @@
-"""ram: keep what only one model changed, average what several did."""
+"""ram: keep what only one model changed, average the rest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Epsilon = Annotated[float, "A delta is active where it is larger than this.", Bo
 
 
 @merge_method(
-    title="keep what only one model changed, average what several did",
+    title="keep what only one model changed, average the rest",
     family="delta",
     summary="""For models trained by reinforcement learning, whose deltas are sparse. Plain averaging dilutes what only one of
 them has changed. Where one model alone is active, its delta is kept whole. Where several are, the deltas of the active models

@@ -1,4 +1,4 @@
-"""ramplus: ram, with unique deltas strengthened over the whole model."""
+"""ramplus: ram, with deltas of one model alone strengthened."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _activity(merged: Sequence[tuple[Step, Settings]]) -> Product:
 
 
 @merge_method(
-    title="ram, with unique deltas strengthened over the whole model",
+    title="ram, with deltas of one model alone strengthened",
     family="delta",
     summary="""RAM+ as published: RAM, with the delta of a model that is active alone multiplied by λᵢ. Unique and shared
 positions are counted over the whole model. Takes a pass over all tensors before the merge. `rescale` is 1.05 in the authors'

@@ -1,4 +1,4 @@
-"""sce: select by variance, calculate shares, erase minority signs."""
+"""sce: select by variance, weigh by it, erase minority signs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weightsmith.abc.job import Job, Matrix
 
 
 @merge_method(
-    title="select by variance, calculate shares, erase minority signs",
+    title="select by variance, weigh by it, erase minority signs",
     family="sparse",
     summary="""Selects the share `select_topk` of positions at which the models differ most. Each model gets a share by the
 energy (mean square) of its delta there. The deltas that have the sign of their sum are then averaged by these shares.

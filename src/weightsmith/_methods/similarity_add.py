@@ -9,7 +9,7 @@ from weightsmith.abc.job import Job, Matrix
 
 
 @merge_method(
-    title="add the changes of a fine-tune, less where two models agree",
+    title="add a fine-tune's changes, less where two models agree",
     family="delta",
     summary="""Adds the second model's difference from the base to the first model. Where the two have similar values, it mixes
 them instead, so that less is added where they already agree. This is `similarity_add_difference` of sd-meh,

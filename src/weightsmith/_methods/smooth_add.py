@@ -61,7 +61,7 @@ def _blurred(values: Array, axis: int) -> Array:
 
 
 @merge_method(
-    title="add the smoothed changes of one fine-tune to another model",
+    title="add a fine-tune's smoothed changes to another model",
     family="delta",
     summary="""Adds what the second model learnt to the first model, and smooths it on the way. This is SuperMerger's
 `smoothAdd`, for image models. The second model's difference from the base passes through two filters: a median filter over 3

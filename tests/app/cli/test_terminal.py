@@ -184,7 +184,7 @@ def test_no_line_is_longer_than_the_terminal(columns: int, folder: Path) -> None
     assert lines[-2] == "Nothing was written. (4 problems)"
     if columns > 60:
         assert "\x1b[1;31merror[not-found]:\x1b[0m wrong.yml:2:13: ./nowhere: no such folder or file" in shown["error"]
-        assert "sce                  select by variance, calculate shares, erase minority signs" in lines_of(shown["methods"])
+        assert "sce                     select by variance, weigh by it, erase minority signs" in lines_of(shown["methods"])
     assert f"OUT-{columns}: 6 tensors" in " ".join(shown["merge"].split())
 
 

@@ -286,7 +286,7 @@ def test_a_merge_is_a_run_with_a_report_and_a_model_that_can_be_chosen(root: Pat
     session.start(version, "merged")
     assert session.work.wait(SECONDS).state == "done"
     run = until(lambda: [run for run in session.kept.runs if run.kind == "merge"])[0]
-    assert session.kept.report(run.id).startswith("<!doctype html>")  # type: ignore[union-attr]
+    assert until(lambda: session.kept.report(run.id)).startswith("<!doctype html>")
     assert run.recipe == recipe(root)
     until(lambda: run.model in [card["ref"] for card in session.board.get("models")])
     assert session.about_name("merged") == {"valid": True, "exists": True, "unfinished": False}

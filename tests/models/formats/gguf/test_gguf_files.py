@@ -33,7 +33,7 @@ from weightsmith._models.formats.gguf.imatrix import of_sums, read_imatrix
 from weightsmith._models.formats.gguf.layout import BLOCKS, Value, encode_metadata, make_layout
 from weightsmith._models.formats.gguf.prepare import _Model
 from weightsmith._models.formats.gguf.tokenizer import files as gguf_tokenizer
-from weightsmith._models.formats.gguf.tokenizer.ranks import KIMI_SPLIT
+from weightsmith._models.formats.gguf.tokenizer.ranks import KIMI_SPLIT, ranked_tokenizer
 from weightsmith._models.formats.gguf.types import MIXTURES, Shape, type_of
 from weightsmith._models.formats.gguf.writing import TYPES
 from weightsmith._models.tokenizers.convert import BYTE_LEVEL as BYTE_LEVEL_SPLIT
@@ -396,7 +396,8 @@ def test_kimi_k2_is_written_with_the_ranks_of_its_tokenizer(tmp_path: Path) -> N
     config = json.loads((source / "config.json").read_text()) | {"model_type": "kimi_k2"}
     (source / "config.json").write_text(json.dumps(config))
     (source / "tiktoken.model").write_bytes(b"".join(base64.b64encode(p) + b" %d\n" % rank for p, rank in ranks.items()))
-    settings: dict[str, Any] = {"auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}}
+    code = "moonshotai/Kimi-K2-Instruct--tokenization_kimi.TikTokenTokenizer"  # as save_pretrained writes it
+    settings: dict[str, Any] = {"auto_map": {"AutoTokenizer": [code, None]}}
     settings["added_tokens_decoder"] = {
         str(len(ranks) + i): {"content": name} for i, name in enumerate(("[BOS]", "[EOS]", "<|im_end|>"))
     }
@@ -421,6 +422,21 @@ def test_kimi_k2_is_written_with_the_ranks_of_its_tokenizer(tmp_path: Path) -> N
         return
     with llama_cpp.Judge(path) as judge:
         assert [judge.tokens(text) for text in texts] == expected
+
+
+@pytest.mark.parametrize(
+    ("added", "message"),
+    [
+        ({"256": {}}, "token 256 of added_tokens_decoder has no content"),
+        ({"256": {"content": "[X]"}, "257": {"content": "[BOS]"}, "258": {"content": "[BOS]"}}, r"2 tokens are '\[BOS\]'"),
+        ({"256": {"content": "a"}}, "2 tokens are 'a'"),
+    ],
+)
+def test_added_tokens_of_kimi_have_texts_of_their_own(added: dict[str, Any], message: str) -> None:
+    settings = {"auto_map": {"AutoTokenizer": ["tokenization_kimi.T", None]}, "added_tokens_decoder": added}
+    ranks = b"".join(base64.b64encode(bytes([byte])) + b" %d\n" % byte for byte in range(256))
+    with pytest.raises(FormatError, match=message):
+        ranked_tokenizer({"tiktoken.model": ranks, "tokenizer_config.json": json.dumps(settings).encode()}, 259)
 
 
 @pytest.mark.parametrize("changes", ["other code", "long tokens"])
@@ -638,10 +654,31 @@ def test_types_that_need_importances(model: Path, tokenizers: dict[str, Path]) -
 @pytest.mark.slow
 def test_minimax_states_what_rope_turns_under_either_name() -> None:
     config = {**zoo.ZOO["minimax-m2"][2], "model_type": "minimax_m2", "rope_theta": 1e4}
-    for stated, turned in (({"rotary_dim": 4}, 4), ({"partial_rotary_factor": 0.25, "rotary_dim": 4}, 2), ({}, 8)):
+    for stated, turned in (
+        ({"rotary_dim": 4}, 4),
+        ({"partial_rotary_factor": 0.25, "rotary_dim": 4}, 2),
+        ({"rotary_dim": None}, 8),
+    ):
         settings = text_config({**{k: v for k, v in config.items() if k != "rope_parameters"}, **stated})
         keys, _ = architecture_of_config(settings).keys(settings, 0)
         assert keys["minimax-m2.rope.dimension_count"].value == turned
+
+
+@pytest.mark.parametrize("changed", [{"scoring_func": "softmax"}, {"use_qk_norm": False}, {"use_routing_bias": False}])
+def test_minimax_is_refused_with_what_llama_cpp_does_not_compute(changed: dict[str, Any]) -> None:
+    settings = text_config({**zoo.ZOO["minimax-m2"][2], "model_type": "minimax_m2", **changed})
+    with pytest.raises(Unsupported, match=next(iter(changed))):
+        architecture_of_config(settings).keys(settings, 0)
+
+
+@pytest.mark.slow
+def test_minimax_is_read_with_the_settings_of_released_models(tmp_path: Path, tokenizers: dict[str, Path]) -> None:
+    source = with_tokenizer(zoo.save("minimax-m2", tmp_path / "m", 1, vocab_size=len(PIECES)), tokenizers["gpt2"])
+    quantize(source, tmp_path / "q", "f32")
+    with weightsmith.open_checkpoint(tmp_path / "q") as back:
+        config = json.loads((back.folder / "config.json").read_text())
+    expected = {"rotary_dim": 4, "scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True}
+    assert {name: config[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize("name", IN_PARTS)

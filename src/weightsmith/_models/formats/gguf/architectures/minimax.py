@@ -8,13 +8,14 @@ from typing import Any
 from weightsmith._models.formats.gguf.base.architecture import (
     SIGMOID_ROUTER,
     UNTIED,
+    Contents,
     GgufArchitecture,
     GgufFamily,
     GgufKey,
     head_dim,
 )
 from weightsmith._models.formats.gguf.base.tensors import ATTENTION, HEAD_NORMS, MIXTRAL_EXPERTS, MLP_NORM
-from weightsmith._models.formats.gguf.base.values import GgufConfig
+from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufValues
 
 
 class MiniMaxM2(GgufArchitecture):
@@ -28,14 +29,17 @@ class MiniMaxM2(GgufArchitecture):
     experts = "num_local_experts"
     numbers = (GgufKey("expert_feed_forward_length", "intermediate_size"),)
     constants = SIGMOID_ROUTER
-    fixed = UNTIED
+    fixed = {**UNTIED, "scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True}
     partial = 1.0
 
     def complete(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        if "rotary_dim" not in config or config.get("partial_rotary_factor") is not None:
+        if config.get("rotary_dim") is None or config.get("partial_rotary_factor") is not None:
             return config
         settings = GgufConfig(config)
         return {**config, "partial_rotary_factor": settings.count("rotary_dim") / head_dim(settings)}
+
+    def take_more(self, values: GgufValues, config: dict[str, Any], contents: Contents) -> None:
+        config["rotary_dim"] = values.count("rope.dimension_count", config["head_dim"])
 
 
 FAMILY = GgufFamily((MiniMaxM2(),))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
 from weightsmith._base.errors import FormatError
-from weightsmith._base.files import DAMAGED
+from weightsmith._base.files import DAMAGED, show
 from weightsmith._models.formats.gguf.tokenizer.parts import list_of, object_of
 from weightsmith._models.tokenizers.convert import bpe, split
 from weightsmith._models.tokenizers.vocabulary import read_ranks
@@ -31,13 +32,13 @@ def ranked_tokenizer(files: Mapping[str, bytes], rows: int) -> dict[str, Any] | 
 
     rows  of the embedding: those that no token is known of are reserved
 
-    Raises FormatError for tokens of which the merges would take long to find.
+    Raises FormatError for tokens of which the merges would take long to find, and for added ones without a text of their own.
     """
     settings = object_of(files, "tokenizer_config.json")
     code = settings.get("auto_map")
     code = code.get("AutoTokenizer") if isinstance(code, dict) else None
     named = [name for name in list_of(code) if isinstance(name, str)] or [code if isinstance(code, str) else ""]
-    ranks = read_ranks(files[RANKS]) if RANKS in files and named[0].startswith(_CODE) else None
+    ranks = read_ranks(files[RANKS]) if RANKS in files and named[0].rpartition("--")[2].startswith(_CODE) else None
     if ranks is None:
         return None
     if sum(len(token) ** 2 for token in ranks) > _MOST_WORK:
@@ -45,8 +46,16 @@ def ranked_tokenizer(files: Mapping[str, bytes], rows: int) -> dict[str, Any] | 
     added = {number: f"<|reserved_token_{number}|>" for number in range(len(ranks), rows)}
     listed = settings.get("added_tokens_decoder")
     for number, entry in listed.items() if isinstance(listed, dict) else ():
-        if number.isascii() and number.isdigit() and int(number[:9]) in added and isinstance(entry, dict):
-            added[int(number[:9])] = str(entry.get("content"))
+        if number.isascii() and number.isdigit() and int(number[:9]) in added:
+            content = entry.get("content") if isinstance(entry, dict) else None
+            if not isinstance(content, str):
+                what = f"token {number} of added_tokens_decoder has no content"
+                raise FormatError(what, where="tokenizer_config.json", fix="repair it")
+            added[int(number[:9])] = content
+    for text, times in Counter([*ranks, *added.values()]).items():
+        if times > 1:
+            what = f"{times} tokens are {show(text)}"
+            raise FormatError(what, where="tokenizer_config.json", fix="give each row of the embedding another one")
     return {
         "added_tokens": [{"id": number, "content": text, "special": True} for number, text in added.items()],
         "pre_tokenizer": split(KIMI_SPLIT),
