@@ -409,7 +409,7 @@ def test_a_local_folder_of_a_part_can_be_removed_without_the_work_of_others(
 ) -> None:
     plan, killed = planned(), Killed(memory, monkeypatch)
     run(plan, (1, 2))
-    assert killed.run(14, lambda: run(plan, (2, 2), "same"))
+    assert killed.run(16, lambda: run(plan, (2, 2), "same"))
     before = memory.objects
     [unfinished] = find_unfinished("disk-same")
     unfinished.remove()
