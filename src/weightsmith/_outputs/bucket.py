@@ -320,6 +320,10 @@ class BucketTarget(Target):
     def _records(self) -> str:
         return f"{self.staging}/parts"
 
+    def _records_of(self, claim: Claim) -> list[Record]:
+        """The records of the parts of a claim, and of its last run; [] if a driver leads."""
+        return [r for r in read_records(self.store, self._records) if r.token == claim.token] if claim.parts else []
+
     def _join(self, spec: OutputSpec, files: Mapping[str, Any]) -> Collection[str]:
         """Build a part beside those of other processes. The first one creates the claim, which all share."""
         while True:
@@ -338,18 +342,30 @@ class BucketTarget(Target):
         elif claim.plan != spec.plan_hash:
             raise self._other_plan(claim, spec)
         self._token = claim.token
-        last = read_record(self.store, self._records, LAST)
-        if last is not None:
-            what = f"{last} is publishing this output, or was interrupted"
-            fix = "wait if it runs; else run the plan again without --part, which computes what is missing"
-            raise Busy(what, where=str(self), fix=fix, state=NOTHING_WRITTEN)
+        self._check_no_last()
         self._record = OwnRecord(self.store, self._records, spec.part, self._token, spec)
-        self._built = self._there([self._record.take()])
+        built = self._record.take()
+        try:  # all may have been published or discarded meanwhile: nobody would remove this record then
+            self._check_claim(Busy)
+            self._check_no_last()
+        except Busy as error:
+            self._record.remove()
+            error.state = NOTHING_WRITTEN
+            raise
+        self._built = self._there([built])
         if self.store.names(f"{self.staging}/products"):
-            records = read_records(self.store, self._records)
+            records = self._records_of(claim)
             shared = {name: checksum for record in records for name, checksum in record.built.products.items()}
             self._built = (Built({}, shared, {}), *self._built)
         return self._gone(files)
+
+    def _check_no_last(self) -> None:
+        """Raise Busy if the last run has begun."""
+        last = read_record(self.store, self._records, LAST)
+        if last is not None and last.token == self._token:
+            what = f"{last} is publishing this output, or was interrupted"
+            fix = "wait if it runs; else run the plan again without --part, which computes what is missing"
+            raise Busy(what, where=str(self), fix=fix, state=NOTHING_WRITTEN)
 
     def _shared_claim(self, token: str, spec: OutputSpec) -> Claim:
         return Claim(token, spec.plan_hash, os.getpid(), socket.gethostname(), "", parts=True)
@@ -357,7 +373,7 @@ class BucketTarget(Target):
     def _lead(self, claim: Claim, spec: OutputSpec, files: Mapping[str, Any]) -> Collection[str]:
         """Take over what parts have finished, to publish it. Raises Busy if a part may still run."""
         self._token = self._notes[_TOKEN] = claim.token
-        records = list(read_records(self.store, self._records))
+        records = self._records_of(claim)
         running = [record for record in records if record.label != LAST and record.may_run]
         if running:
             what = f"{running[0]}, is building this output now, or was interrupted"
@@ -385,14 +401,15 @@ class BucketTarget(Target):
         return self._built
 
     def recorded(self) -> Sequence[PartProgress]:
-        return [record.progress for record in read_records(self.store, self._records)]
+        current = self._read_claim()
+        return [] if current is None else [record.progress for record in self._records_of(current[0])]
 
     def record(self, built: Built, *, done: bool) -> None:
         if self._record is not None:
             self._record.write(built, done=done)
 
     def _other_plan(self, claim: Claim, spec: OutputSpec) -> CannotResume:
-        facts = next((record.entries.facts for record in read_records(self.store, self._records) if record.entries.facts), {})
+        facts = next((record.entries.facts for record in self._records_of(claim) if record.entries.facts), {})
         details = changes(facts, spec.facts) if facts else []
         what = "the parts that were built there are those of another plan, or of other input files"
         fix = f"undo the change, choose another prefix, or discard them: weightsmith clean {self} --yes"
@@ -402,7 +419,7 @@ class BucketTarget(Target):
         """Raise Busy unless the run of a claim has ended, and this run may discard its work."""
         if claim.parts and spec.resume:
             raise self._other_plan(claim, spec)
-        if claim.parts and (running := next(filter(_runs, read_records(self.store, self._records)), None)) is not None:
+        if (running := next(filter(_runs, self._records_of(claim)), None)) is not None:
             what, fix = f"{running}, is building this output now", "wait until it has ended, or stop it"
             raise Busy(what, where=str(self), fix=fix, state=NOTHING_WRITTEN)
         if claim.is_lost or (not spec.resume and not claim.is_running):
@@ -645,9 +662,9 @@ def _unfinished(out: BucketTarget) -> Unfinished | None:
     except StoreError as error:
         return Unfinished(out, folder, 0, 0, datetime.now().timestamp(), error.finding.what, lambda: None)
     if current is None:
-        return None
+        return _unclaimed(out, folder)
     claim, object_ = current
-    records = list(read_records(out.store, out._records)) if claim.parts else []
+    records = out._records_of(claim)
     there = out.store.names(out.prefix)
     nbytes = sum(there[name].nbytes for name in out._put_by({claim.token}, there))
     if claim.parts:
@@ -662,6 +679,36 @@ def _unfinished(out: BucketTarget) -> Unfinished | None:
     return Unfinished(out, folder, tensors, nbytes, changed, reason, partial(_remove, out, claim))
 
 
+def _unclaimed(out: BucketTarget, folder: str) -> Unfinished | None:
+    """What parts have left that began while their output was published or discarded: records without a claim."""
+    records = _late_records(out)
+    if not records:
+        return None
+    there = out.store.names(out.prefix)
+    nbytes = sum(there[name].nbytes for name in out._put_by({record.token for record in records}, there))
+    reason = "a process is working on it" if any(map(_runs, records)) else ""
+    changed = max(record.changed for record in records)
+    return Unfinished(out, folder, 0, nbytes, changed, reason, partial(_remove_unclaimed, out))
+
+
+def _late_records(out: BucketTarget) -> list[Record]:
+    """Records, without those of another program."""
+    return [record for record in read_records(out.store, out._records) if record.token and record.owner is not None]
+
+
+def _remove_unclaimed(out: BucketTarget) -> None:
+    """Remove what parts without a claim have left. Raises Busy if one runs on this machine, or there is a claim now."""
+    records = _late_records(out)
+    if out._read_claim() is not None or any(map(_runs, records)):
+        raise _working(out)
+    for token in {record.token for record in records}:
+        out.discard({_TOKEN: token})
+
+
+def _working(out: BucketTarget) -> Busy:
+    return Busy("a process is working on it", where=str(out), fix="wait until it has ended, or stop it")
+
+
 def _runs(record: Record) -> bool:
     return not record.done and record.owner is not None and record.owner.is_running
 
@@ -670,8 +717,8 @@ def _remove(out: BucketTarget, claim: Claim) -> None:
     """Remove what a run has put, and its claim. Raises Busy if a process of this machine works on it."""
     from weightsmith._outputs.places import remove_work
 
-    if claim.is_running or (claim.parts and any(map(_runs, read_records(out.store, out._records)))):
-        raise Busy("a process is working on it", where=str(out), fix="wait until it has ended, or stop it")
+    if claim.is_running or any(map(_runs, out._records_of(claim))):
+        raise _working(out)
     out.discard({_TOKEN: claim.token})
     folder = Path(claim.folder)
     # What a bucket says of this disk is believed where the journal there says the same: anyone may have written the claim.

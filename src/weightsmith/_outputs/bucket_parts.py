@@ -17,6 +17,7 @@ import secrets
 import socket
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,6 +87,7 @@ class Record:
     """A record, as it was read.
 
     label    of the part, or `LAST`
+    token    of the run it is of; that of another run is no record of this one
     owner    None: nothing of it can be read
     done     the part is finished
     entries  plan and facts; tensors and products
@@ -95,6 +97,7 @@ class Record:
     """
 
     label: str
+    token: str
     owner: Owner | None
     done: bool
     entries: Entries
@@ -135,11 +138,11 @@ def read_record(store: Bucket, folder: str, label: str) -> Record | None:
     files = {key.removeprefix(_PUT): value for key, value in entries.notes.items() if key.startswith(_PUT)}
     built = Built(entries.tensors, entries.products, files)
     changed = stored.meta["last_modified"].timestamp()
-    return Record(label, owner, entries.notes.get(_DONE) is True, entries, built, stored.version, changed)
+    return Record(label, stored.mark, owner, entries.notes.get(_DONE) is True, entries, built, stored.version, changed)
 
 
 def read_records(store: Bucket, folder: str) -> Iterator[Record]:
-    """All records. Raises StoreError."""
+    """All records, of any run. Raises StoreError."""
     for label in store.names(folder):
         if (record := read_record(store, folder, label)) is not None:
             yield record
@@ -168,13 +171,14 @@ class OwnRecord:
         Raises Busy if a process of this machine works on it, or another one takes it at the same time.
         """
         earlier = read_record(self.store, self.folder, self.label)
-        if earlier is not None and earlier.owner is not None and not earlier.done and earlier.owner.is_running:
-            what, fix = f"another process is doing {earlier}", "wait until it has ended, or do another part"
+        known = earlier if earlier is not None and earlier.token == self.token else None
+        if known is not None and known.owner is not None and not known.done and known.owner.is_running:
+            what, fix = f"another process is doing {known}", "wait until it has ended, or do another part"
             raise Busy(what, where=self._where, fix=fix, state=NOTHING_WRITTEN)
         self._version = None if earlier is None else earlier.version
         built = NO_BUILT
-        if earlier is not None and earlier.entries.plan == self.spec.plan_hash:
-            built = earlier.built
+        if known is not None and known.entries.plan == self.spec.plan_hash:
+            built = known.built
         try:
             self.write(built)
         except StoreError as error:
@@ -209,6 +213,12 @@ class OwnRecord:
         current = read_record(self.store, self.folder, self.label)
         if current is None or current.owner != self._owner:
             raise self._lost()
+
+    def remove(self) -> None:
+        """Delete it, unless another process has taken it over."""
+        with suppress(Busy):
+            self.check()
+            self.store.delete([self._key])
 
     def _lost(self) -> Busy:
         what = f"another process has taken over {'the last run' if self.label == LAST else f'part {self.label}'}"

@@ -78,15 +78,20 @@ class Object(NamedTuple):
 
 
 class SmallObject(NamedTuple):
-    """A small object."""
+    """A small object. mark: "" if it has none."""
 
     data: bytes
     meta: Mapping[str, Any]
+    mark: str
 
     @property
     def version(self) -> dict[str, Any]:
         """What a write that replaces it names: see `Bucket.put`."""
         return {name: self.meta[name] for name in ("e_tag", "version") if self.meta.get(name) is not None}
+
+
+def _mark(attributes: Mapping[str, Any]) -> str:
+    return str({name.lower(): value for name, value in attributes.items()}.get(MARK, ""))
 
 
 class Passing(StoreError):
@@ -152,7 +157,7 @@ class Bucket:
             except FileNotFoundError as error:
                 _check_missing(error)
                 return None
-            return str({name.lower(): value for name, value in answer.attributes.items()}.get(MARK, ""))
+            return _mark(answer.attributes)
 
         return self._ask("an object's state", key, asked)
 
@@ -165,7 +170,7 @@ class Bucket:
                 if answer.meta["size"] > max_bytes:
                     what = f"more than the {max_bytes:,} bytes that are read"
                     raise StoreError(what, where=self.shown(key), fix="remove it")
-                return SmallObject(bytes(answer.bytes()), answer.meta)
+                return SmallObject(bytes(answer.bytes()), answer.meta, _mark(answer.attributes))
             except FileNotFoundError as error:
                 _check_missing(error)
                 return None

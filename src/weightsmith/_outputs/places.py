@@ -171,6 +171,7 @@ class Builder:
     tensors  number that are finished, `total` all of them (0: not known)
     began, changed   when it took the lock, and when it last finished a tensor: seconds since 1970
     stopped  it is there, but stopped by a signal (SIGSTOP) or a debugger; other processes may be waiting for it
+    done     all of its tensors are finished; a part may have none, if there are more parts than weight files
     """
 
     part: str
@@ -182,11 +183,7 @@ class Builder:
     began: float
     changed: float
     stopped: bool = False
-
-    @property
-    def done(self) -> bool:
-        """All of its tensors are finished."""
-        return 0 < self.total <= self.tensors
+    done: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +260,7 @@ def _status(out: str | os.PathLike[str], staging: str | os.PathLike[str] | None)
 def _recorded_status(target: Target, recorded: Sequence[PartProgress]) -> BuildStatus:
     """The status by what a target has recorded of the parts."""
     builders = [
-        Builder(p.part, p.process, p.machine, p.running, len(p.tensors), p.total, p.began, p.changed)
+        Builder(p.part, p.process, p.machine, p.running, len(p.tensors), p.total, p.began, p.changed, done=p.done)
         for p in sorted(recorded, key=lambda p: [int(n) for n in re.findall(r"\d+", p.part)])
     ]
     tensors = {name for p in recorded for name in p.tensors}
@@ -276,7 +273,8 @@ def _builder(lock: Path, journal: Path, part: str, tensors: int, total: int) -> 
     process, machine = (int(holder[1]), holder[2]) if holder else (0, "")
     running = is_running(process) if machine == socket.gethostname() else None
     stopped = running is True and _is_stopped(process)
-    return Builder(part, process, machine, running, tensors, total, _changed(lock), _changed(journal), stopped)
+    done = 0 < total <= tensors
+    return Builder(part, process, machine, running, tensors, total, _changed(lock), _changed(journal), stopped, done)
 
 
 def _changed(path: Path) -> float:

@@ -409,7 +409,7 @@ def test_a_local_folder_of_a_part_can_be_removed_without_the_work_of_others(
 ) -> None:
     plan, killed = planned(), Killed(memory, monkeypatch)
     run(plan, (1, 2))
-    assert killed.run(14, lambda: run(plan, (2, 2), "same"))
+    assert killed.run(16, lambda: run(plan, (2, 2), "same"))
     before = memory.objects
     [unfinished] = find_unfinished("disk-same")
     unfinished.remove()
@@ -543,4 +543,109 @@ def test_a_container_that_is_started_again_goes_on(
     run(plan, part, "pod", **options)
     if part is not None:
         finished(plan)
+    assert memory.contents("models/out") == alone(LINEAR)
+
+
+def test_a_part_that_begins_while_its_output_is_published_leaves_nothing(here: Path, memory: MemoryBucket) -> None:
+    plan, published = planned(), list[object]()
+    run(plan, (1, 2))
+
+    def before(operation: str, key: str) -> None:
+        if operation == "a small object" and key.endswith("/2-of-2") and not published:
+            published.append(key)
+            published.append(finished(plan))
+
+    memory.before = before
+    with pytest.raises(Busy, match="another run has taken this output over"):
+        run(plan, (2, 2))
+    assert published
+    expected = alone(LINEAR)
+    assert memory.contents("models/out") == expected
+    assert {*memory.objects} == {f"models/out/{name}" for name in expected}
+
+
+def test_a_part_that_begins_while_the_last_run_does_gives_up(
+    here: Path, memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, began = planned(), list[str]()
+    run(plan, (1, 2))
+    take = bucket_parts.OwnRecord.take
+
+    def late(self: bucket_parts.OwnRecord) -> Any:
+        began.append(self.label)
+        if self.label == "2-of-2":
+            bucket_parts.OwnRecord(self.store, self.folder, bucket_parts.LAST, self.token, self.spec).take()
+        return take(self)
+
+    monkeypatch.setattr(bucket_parts.OwnRecord, "take", late)
+    with pytest.raises(Busy, match=r"the last run, process .* is publishing this output"):
+        run(plan, (2, 2))
+    assert records(memory) == {"1-of-2", bucket_parts.LAST}
+
+
+@pytest.mark.parametrize("of_a_run", [True, False], ids=["published since", "of nobody"])
+def test_a_record_without_a_claim_is_removed_by_clean_and_blocks_nothing(
+    here: Path, memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch, elsewhere: Callable[[str], None], of_a_run: bool
+) -> None:
+    """Its process was killed right after it had written the record, and its output was published or discarded."""
+    import obstore
+
+    plan, killed, key = planned(), Killed(memory, monkeypatch), f"{STAGING}/parts/2-of-2"
+    elsewhere("node-1")
+    interrupt(killed, memory, "2-of-2", lambda: run(plan, (2, 2)))
+    elsewhere("node-2")
+    data, mark = memory.get(key), memory_mark(memory, key)
+    if of_a_run:
+        memory.delete(key)
+        finished(plan)
+    else:
+        memory.delete(f"{STAGING}/claim")
+    obstore.put(memory.store, key, data, attributes={"weightsmith": mark})
+    published = memory.contents("models/out")
+    [unfinished] = find_unfinished(OUT)
+    assert (unfinished.tensors, unfinished.reason) == (0, "")
+    with pytest.raises(NotFound):
+        weightsmith.status(OUT)
+    if not of_a_run:
+        run(plan, (1, 3))
+        finished(plan)
+        published = memory.contents("models/out")
+        [unfinished] = find_unfinished(OUT)
+    unfinished.remove()
+    assert published == memory.contents("models/out") == alone(LINEAR)
+    assert {*memory.objects} == {f"models/out/{name}" for name in published}
+
+
+def test_a_finished_part_without_files_is_shown_as_done(here: Path, memory: MemoryBucket) -> None:
+    plan = planned(max_shard_bytes=100_000_000)
+    for k in (1, 2):
+        run(plan, (k, 2))
+    builders = weightsmith.status(OUT).builders
+    assert sorted(builder.total for builder in builders) == [0, len(plan.steps)]
+    assert [builder.done for builder in builders] == [True, True]
+
+
+@pytest.mark.parametrize("disk", ["last", "another"])
+def test_a_last_run_that_goes_on_elsewhere_makes_its_own_files_again(
+    here: Path, memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch, disk: str
+) -> None:
+    plan, killed = planned(), Killed(memory, monkeypatch)
+    run(plan, (1, 2))
+    parts = {*memory.sent()}
+
+    def before(operation: str, key: str) -> None:
+        if len({*memory.sent()} - parts) == 2 and not killed.at:
+            killed.at = killed.requests + 1
+        killed._before(operation, key)
+
+    memory.before = before
+    monkeypatch.setattr(bucket_parts, "is_running", lambda process: False)
+    assert killed.run(0, lambda: run(plan, None, "last"))
+    memory.before = lambda operation, key: None
+    [first] = [{*memory.sent()} - parts - {memory.sent()[-1]}]
+    sent = len(memory.sent())
+    run(plan, None, disk)
+    again = {*memory.sent()[sent:]}
+    assert (first & again == first) is (disk == "another")
+    assert not parts & again
     assert memory.contents("models/out") == alone(LINEAR)
