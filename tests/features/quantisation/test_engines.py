@@ -110,9 +110,9 @@ def test_the_last_part_of_a_joined_matrix_may_end_inside_a_block(tmp_path: Path)
 @pytest.mark.parametrize(
     ("format", "engine", "what"),
     [
-        ("fp8-block", "transformers", "transformers 5.23.0 does not load experts stored as fp8-block: 6 weights"),
-        ("int8", "transformers", "transformers 5.23.0 does not load experts stored as int8: 6 weights"),
-        ("nvfp4a16", "transformers", "transformers 5.23.0 ignores the global scales of experts"),
+        ("fp8-block", "transformers", "transformers 5.24.0 does not load experts stored as fp8-block: 6 weights"),
+        ("int8", "transformers", "transformers 5.24.0 does not load experts stored as int8: 6 weights"),
+        ("nvfp4a16", "transformers", "transformers 5.24.0 ignores the global scales of experts"),
         ("int8", "sglang", "SGLang 0.5.23 runs experts on NPUs only, not on GPUs, if they are stored as int8: 6 weights"),
     ],
 )
