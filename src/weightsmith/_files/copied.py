@@ -302,7 +302,7 @@ def merged_metadata(metadata: Mapping[str, str], paths: Sequence[str], *, alone:
 _USUAL_NAME = re.compile(
     r"(adapter_config|adapter_model|(diffusion_)?pytorch_model|model|pytorch_lora_weights)(-\d+-of-\d+)?(\.\w+)*"
 )
-"""Of a weight file that is named after its format: its folder has the model's name."""
+"""Names of weight files that say nothing of the model: its folder does."""
 
 
 def _model_names(paths: Sequence[str]) -> list[str]:

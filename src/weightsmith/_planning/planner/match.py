@@ -387,9 +387,8 @@ def _by_ending(
     for mine, supposed in donor_names.items():
         if supposed in theirs:
             continue
-        shorter = (
-            mine.rpartition(".")[2] if "." in mine else f".{mine}"
-        )  # a parameter of the model itself, with a prefix or not
+        # A parameter of the model itself, with a prefix or not.
+        shorter = mine.rpartition(".")[2] if "." in mine else f".{mine}"
         fits = [
             name
             for name in (*free.get(_ending(mine), ()), *free.get(shorter, ()))

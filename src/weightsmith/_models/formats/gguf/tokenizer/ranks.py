@@ -24,7 +24,7 @@ KIMI_SPLIT = (
 )
 """How it splits text: Chinese characters are apart from other letters."""
 _MOST_WORK = 10**8
-"""Of the squares of the tokens' lengths: Kimi's have a tenth of it."""
+"""The largest sum of the squares of the tokens' lengths. Kimi's is a tenth of it."""
 
 
 def ranked_tokenizer(files: Mapping[str, bytes], rows: int) -> dict[str, Any] | None:
