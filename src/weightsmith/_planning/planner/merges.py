@@ -355,16 +355,25 @@ def trained_head(model: str, head: str, embedding: str) -> MismatchError:
     return MismatchError(what, where=model, fix=fix)
 
 
-def _merged_paths(ref: ModelRef, stages: Mapping[str, Recipe | None]) -> Iterator[str]:
-    """Paths of a model and its adapter. stages: the recipes whose results are models: these stand for their own models."""
-    recipe = stages.get(ref.path)
-    if recipe is None:
-        yield ref.path
-    else:
-        for inner in match_patterns(recipe, recipe.base_model)[0].references:
-            yield from _merged_paths(inner, stages)
-    if ref.lora is not None and not names_ema(ref.lora.path):
-        yield ref.lora.path
+def _merged_paths(refs: Iterable[ModelRef], stages: Mapping[str, Recipe | None]) -> list[str]:
+    """Paths of models and their adapters. stages: the recipes whose results are models: these stand for their own models."""
+    paths: dict[str, None] = {}
+    walked: set[str] = set()  # results use each other: walking one again for each way to it is exponential work
+
+    def walk(ref: ModelRef) -> None:
+        recipe = stages.get(ref.path)
+        if recipe is None:
+            paths[ref.path] = None
+        elif ref.path not in walked:
+            walked.add(ref.path)
+            for inner in match_patterns(recipe, recipe.base_model)[0].references:
+                walk(inner)
+        if ref.lora is not None and not names_ema(ref.lora.path):
+            paths[ref.lora.path] = None
+
+    for ref in refs:
+        walk(ref)
+    return list(paths)
 
 
 def _in_model_order(steps: Sequence[Step], stored: Mapping[str, TensorSpec]) -> list[Step]:
@@ -442,13 +451,13 @@ class _Assembler:
     def _named(self, naming: Naming, steps: Sequence[Step], products: Sequence[Product]) -> Naming:
         """With the names of the models that are read in the metadata of image models, in place of the donor's list."""
         refs, stages = self.request.refs, self.recipe.stages
-        if len(refs) == 1 and len(set(_merged_paths(refs[0], stages))) == 1:
+        if len(refs) == 1 and len(_merged_paths(refs, stages)) == 1:
             return naming
         made_of = (*steps, *(step for product in products for step in product.steps))
         used = {read.model for step in made_of for read in step.reads}
         used |= {model for product in products for model in product.models}
-        paths = dict.fromkeys(path for i, ref in enumerate(refs) if i in used for path in _merged_paths(ref, stages))
-        metadata = merged_metadata(naming.metadata, [*paths], alone=self.inputs[self.opened.donor].alone)
+        paths = _merged_paths((ref for i, ref in enumerate(refs) if i in used), stages)
+        metadata = merged_metadata(naming.metadata, paths, alone=self.inputs[self.opened.donor].alone)
         return replace(naming, metadata=metadata)
 
     def _outputs(self, method: Method, resolver: Resolver, placements: Sequence[Placement]) -> StepMaker:
