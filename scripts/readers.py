@@ -6,7 +6,9 @@ here, without npm, a network or a build for this machine, is named, and its test
 
 from __future__ import annotations
 
+import os
 import shutil
+import ssl
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,12 +18,21 @@ ENVIRONMENT = Path(sys.prefix)
 FOLDER = ENVIRONMENT / "readers"
 INSTALL = ("-m", "pip", "--disable-pip-version-check", "--quiet", "install", "--no-compile", "--no-deps", "--only-binary=:all:")
 PIP = (sys.executable, *INSTALL)
-NPM = ("--no-audit", "--no-fund", "--loglevel=error", "--fetch-retries=1", "--logs-max=0")
+NPM = ("--no-audit", "--no-fund", "--loglevel=error", "--fetch-retries=1", "--fetch-retry-mintimeout=1000", "--logs-max=0")
 LIMIT_SECONDS = 600
+
+# pip trusts the certificates of the system, those of a company's proxy among them. Node does if it is told.
+CERTIFICATES = {"NODE_EXTRA_CA_CERTS": path} if (path := ssl.get_default_verify_paths().cafile) else {}
 
 
 def run(*command: str) -> None:
-    ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_SECONDS)
+    settings = {**CERTIFICATES, **os.environ}
+    try:
+        ended = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LIMIT_SECONDS, env=settings
+        )
+    except subprocess.TimeoutExpired:
+        raise OSError(f"not installed within {LIMIT_SECONDS} s") from None
     if ended.returncode != 0:
         said = [line for line in (ended.stdout + ended.stderr).splitlines() if line.strip() and "A complete log" not in line]
         raise OSError(said[-1] if said else f"exit code {ended.returncode}")
@@ -69,7 +80,7 @@ def main() -> None:
         folder.mkdir(parents=True)
         try:
             install(folder)
-        except (OSError, subprocess.TimeoutExpired) as error:
+        except OSError as error:
             print(f"tests: {name} is left out: {error}", flush=True)
             shutil.rmtree(folder)
         else:

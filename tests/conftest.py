@@ -33,6 +33,7 @@ os.environ.pop("COLUMNS", None)  # xdist gives its workers 80; the tables of a p
 import numba.core.config  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
+from hypothesis.internal.conjecture import providers  # noqa: E402
 
 from tests import folders  # noqa: E402
 from tests.not_run import pytest_sessionfinish  # noqa: E402, F401
@@ -116,6 +117,9 @@ settings.register_profile(
     max_examples=20 if numba.core.config.DISABLE_JIT else 100,
     suppress_health_check=[HealthCheck.too_slow],
 )
+# Hypothesis also draws numbers and strings that stand in the modules imported so far, and has no setting for that. Which these
+# are depends on the tests before, and each worker would parse 600 modules to learn them.
+providers.is_local_module_file = lambda _path: False
 settings.register_profile("search", settings.get_profile("weightsmith"), derandomize=False)
 settings.load_profile("weightsmith")
 

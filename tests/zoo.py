@@ -79,6 +79,13 @@ SPEECH = {
     "decoder_start_token_id": 1,
 }
 MROPE = {"type": "mrope", "mrope_section": [1, 1, 2]}
+QWEN3_ROPE = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_interleaved": True, "mrope_section": [2, 1, 1]}
+}
+QWEN3_VISION = {
+    **{"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "patch_size": 4, "out_hidden_size": 32},
+    **{"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 2]},
+}
 
 # name: model class, config class, arguments
 ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -277,6 +284,16 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
                 "fullatt_block_indexes": [1],
             },
         },
+    ),
+    "qwen3-vl": (
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3VLConfig",
+        {"text_config": {**HEADS, **QWEN3_ROPE}, "vision_config": QWEN3_VISION},
+    ),
+    "qwen3-vl-moe": (
+        "Qwen3VLMoeForConditionalGeneration",
+        "Qwen3VLMoeConfig",
+        {"text_config": {**MOE, **QWEN3_ROPE, "norm_topk_prob": True}, "vision_config": QWEN3_VISION},
     ),
     "gemma3-vl": (
         "Gemma3ForConditionalGeneration",

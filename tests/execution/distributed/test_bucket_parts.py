@@ -17,7 +17,7 @@ from tests.execution.distributed.threads import Died
 from tests.outputs.bucket.conftest import memory, spool
 from weightsmith._base.errors import Busy, CannotResume, NotFound, OutputExists, ParameterError, StoreError
 from weightsmith._execution import run as execution_run
-from weightsmith._outputs import bucket_parts
+from weightsmith._outputs import bucket_parts, weight_files
 from weightsmith._outputs.bucket import BucketTarget
 from weightsmith._outputs.places import find_unfinished
 from weightsmith._outputs.staging import Staging
@@ -65,13 +65,11 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 class Killed:
-    """Ends a process at a moment: nothing that it would do then is done.
-
-    at  number of the request before which it ends; 0: never
-    """
+    """Ends a process at a moment: nothing that it would do then is done."""
 
     def __init__(self, memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.at = self.requests = 0
+        self.requests = 0
+        self.reached: Callable[[], bool] = lambda: False
         self.dead = False
         memory.before = self._before
         plain = Staging.close
@@ -87,19 +85,20 @@ class Killed:
 
     def _before(self, operation: str, key: str) -> None:
         self.requests += 1
-        if self.dead or self.requests == self.at:
+        if self.dead or self.reached():
             self.dead = True
             raise Died
 
-    def run(self, at: int, work: Callable[[], object]) -> bool:
-        """Do something, and end before this request: whether it was reached."""
-        self.at, self.requests, self.dead = at, 0, False
+    def run(self, at: int | Callable[[], bool], work: Callable[[], object]) -> bool:
+        """Do something, and end before a request, of this number or at which this is true: whether it was reached."""
+        self.requests, self.dead = 0, False
+        self.reached = at if callable(at) else lambda: self.requests == at
         try:
             work()
         except BaseException:  # what runs makes other errors of it
             if not self.dead:
                 raise
-        ended, self.at, self.dead = self.dead, 0, False
+        ended, self.reached, self.dead = self.dead, lambda: False, False
         return ended
 
 
@@ -151,10 +150,11 @@ def test_a_part_that_is_killed_goes_on_elsewhere(
     killed = Killed(memory, monkeypatch)
     monkeypatch.setattr(bucket_parts, "is_running", lambda process: False)
     elsewhere("node-1")
-    requests = 1
-    while len([key for key in memory.objects if key.endswith(".safetensors")]) < 2:
-        assert killed.run(requests, lambda: run(plan, (1, 2), "node-1"))
-        requests += 1
+
+    def has_two_files() -> bool:
+        return len([key for key in memory.objects if key.endswith(".safetensors")]) >= 2
+
+    assert killed.run(has_two_files, lambda: run(plan, (1, 2), "node-1"))
     assert not finished_parts(memory)
     elsewhere("node-2")
     sent = len(memory.sent())
@@ -527,14 +527,7 @@ def test_a_container_that_is_started_again_goes_on(
     """It has the name and the process number of the one that was killed, and an empty disk."""
     plan, killed = planned(), Killed(memory, monkeypatch)
 
-    def before(operation: str, key: str) -> None:
-        if memory.sent() and not killed.at:
-            killed.at = killed.requests + 1
-        killed._before(operation, key)
-
-    memory.before = before
-    assert killed.run(0, lambda: run(plan, part, "pod"))
-    memory.before = lambda operation, key: None
+    assert killed.run(lambda: bool(memory.sent()), lambda: run(plan, part, "pod"))
     shutil.rmtree("disk-pod")
     with pytest.raises(Busy):
         run(plan, part, "pod", **options)
@@ -629,20 +622,13 @@ def test_a_finished_part_without_files_is_shown_as_done(here: Path, memory: Memo
 def test_a_last_run_that_goes_on_elsewhere_makes_its_own_files_again(
     here: Path, memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch, disk: str
 ) -> None:
+    monkeypatch.setattr(weight_files, "UPLOADS", 1)  # a file is noted before the next is sent
     plan, killed = planned(), Killed(memory, monkeypatch)
     run(plan, (1, 2))
     parts = {*memory.sent()}
-
-    def before(operation: str, key: str) -> None:
-        if len({*memory.sent()} - parts) == 2 and not killed.at:
-            killed.at = killed.requests + 1
-        killed._before(operation, key)
-
-    memory.before = before
     monkeypatch.setattr(bucket_parts, "is_running", lambda process: False)
-    assert killed.run(0, lambda: run(plan, None, "last"))
-    memory.before = lambda operation, key: None
-    [first] = [{*memory.sent()} - parts - {memory.sent()[-1]}]
+    assert killed.run(lambda: len({*memory.sent()} - parts) == 2, lambda: run(plan, None, "last"))
+    first = {*memory.sent()} - parts - {memory.sent()[-1]}
     sent = len(memory.sent())
     run(plan, None, disk)
     again = {*memory.sent()[sent:]}

@@ -288,3 +288,89 @@ def test_modules_that_mlx_renames_have_the_names_of_the_hub(quantised: bool, tmp
     (folder / "config.json").write_text('{"model_type": "gemma4"}')
     with open_checkpoint(folder) as checkpoint:
         assert sorted(checkpoint.specs) == sorted(as_on_the_hub)
+
+
+ROUTED = {"model.layers.0.mlp.experts.0.up_proj.weight": EXPERTS[0], "model.layers.0.mlp.gate.weight": EXPERTS[0]}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "tensors", "why"),
+    [
+        ("youtu", {"model.layers.0.self_attn.embed_q.weight": EXPERTS}, "split kv_b_proj in two"),
+        ("dots1", {"model.layers.0.mlp.experts.up_proj.weight": EXPERTS}, "stacked experts"),
+        ("gpt_oss", {"model.layers.0.mlp.experts.down_proj.weight": EXPERTS}, "stacked experts"),
+        ("granitemoehybrid", {"model.layers.0.mlp.up_proj.weight": EXPERTS[0]}, "split shared_mlp.input_linear in two"),
+        ("baichuan_m1", {"lm_head.weight": EXPERTS[0]}, "divided the rows of the head by their norms"),
+        ("dbrx", {"transformer.blocks.0.ffn.experts.0.w2.weight": EXPERTS[0]}, "split experts.mlp"),
+        ("muse_spark", {"model.language_model.layers.0.self_attn.qkvg_proj.weight": EXPERTS[0]}, "joined projections"),
+        ("ernie4_5_moe", ROUTED, "left out tensors that routers need: e_score_correction_bias"),
+    ],
+)
+def test_weights_that_mlx_has_made_of_others_are_refused(
+    model_type: str, tensors: dict[str, np.ndarray], why: str, tmp_path: Path
+) -> None:
+    """transformers would leave those that it looks for at random numbers."""
+    folder = of_mlx(tmp_path / "mlx", tensors, model_type)
+    with pytest.raises(Unsupported, match=f"MLX has {why}"):
+        open_checkpoint(folder)
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with open_checkpoint(folder) as plain:
+        assert plain.specs.keys() == tensors.keys()
+
+
+def test_matrices_under_such_names_are_read(tmp_path: Path) -> None:
+    tensors = {"model.layers.0.self_attn.embed_q.weight": EXPERTS[0], "model.layers.0.mlp.up_proj.weight": EXPERTS[0]}
+    for name, model_type, more in (("a", "other", {}), ("b", "ernie4_5_moe", {"model.e_score_correction_bias": EXPERTS[0, 0]})):
+        with open_checkpoint(of_mlx(tmp_path / name, {**tensors, **ROUTED, **more}, model_type)) as checkpoint:
+            assert checkpoint.specs.keys() == {**tensors, **ROUTED, **more}.keys()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "names"),
+    [
+        ("qwen3_vl", {"language_model.model.norm.weight": "model.language_model.norm.weight"}),
+        ("qwen2_vl", {"language_model.lm_head.weight": "lm_head.weight"}),
+        (
+            "gpt_neox",
+            {
+                "model.h.0.attention.dense.weight": "gpt_neox.layers.0.attention.dense.weight",
+                "model.embed_in.weight": "gpt_neox.embed_in.weight",
+                "model.embed_out.weight": "embed_out.weight",
+            },
+        ),
+        ("gptj", {"model.h.0.mlp.fc_in.weight": "transformer.h.0.mlp.fc_in.weight", "lm_head.weight": "lm_head.weight"}),
+    ],
+)
+def test_names_that_mlx_lm_begins_otherwise_are_those_of_the_hub(
+    model_type: str, names: dict[str, str], tmp_path: Path
+) -> None:
+    tensors = {name: np.full((2, 2), i, np.float32) for i, name in enumerate(names)}
+    with open_checkpoint(of_mlx(tmp_path / "mlx", tensors, model_type)) as checkpoint:
+        assert sorted(checkpoint.specs) == sorted(names.values())
+        for stored, name in names.items():
+            np.testing.assert_array_equal(checkpoint[name], tensors[stored])
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.mixer.q_conv1d.weight", "model.layers.0.temporal_block.conv_1d.weight"])
+def test_convolutions_of_other_names_have_the_layout_of_the_hub(name: str, tmp_path: Path) -> None:
+    model_type = "olmo_hybrid" if "q_conv1d" in name else "recurrent_gemma"
+    kernel = np.arange(32, dtype=np.float32).reshape(8, 4, 1)
+    with open_checkpoint(of_mlx(tmp_path / "mlx", {name: kernel}, model_type)) as checkpoint:
+        np.testing.assert_array_equal(checkpoint[name], kernel.reshape(8, 1, 4))
+
+
+def test_a_scalar_of_apertus_has_the_shape_of_the_hub(tmp_path: Path) -> None:
+    """transformers refuses a parameter of another shape."""
+    name = "model.layers.0.mlp.act_fn.alpha_p"
+    with open_checkpoint(of_mlx(tmp_path / "mlx", {name: np.array(0.5, np.float32)}, "apertus")) as checkpoint:
+        np.testing.assert_array_equal(checkpoint[name], [0.5])
+
+
+def test_a_text_model_without_its_towers_is_pointed_out(tmp_path: Path) -> None:
+    folder = of_mlx(tmp_path / "mlx", {"language_model.model.norm.weight": np.ones(2, np.float32)}, "gemma3", text_config={})
+    with open_checkpoint(folder) as checkpoint:
+        (note,) = checkpoint.notes
+    assert note.what == "only the text model is here: MLX has left out the parts for images or audio"
+    tensors = {"language_model.model.norm.weight": np.ones(2, np.float32), "vision_tower.norm.weight": np.ones(2, np.float32)}
+    with open_checkpoint(of_mlx(tmp_path / "whole", tensors, "gemma3", text_config={})) as checkpoint:
+        assert checkpoint.notes == ()

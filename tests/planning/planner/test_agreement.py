@@ -137,12 +137,38 @@ def tokenizer(*tokens: str, added: Mapping[int, str] | None = None, unigram: boo
 
 
 def test_ids_that_stand_for_other_tokens_are_a_warning(tmp_path: Path) -> None:
-    files = {"m0": tokenizer("a", "b", "c"), "m1": tokenizer("a", "c", "b"), "m2": tokenizer("a", "b", "c", "d")}
+    files = {"m0": tokenizer("a", "b", "c"), "m1": tokenizer("a", "c", "b"), "m2": tokenizer("a", "b", "c")}
     assert said(tmp_path, {}, {}, {}, **files) == [
         "tokenizer.json: the models differ in their tokenizers: the same ids mean different tokens; the output has m0's\n"
         "  m1: 2 of 3 ids; 1 is 'c', and 'b' in m0\n"
         "  -> Match rows by token with tokenizer_source: base, or union."
     ]
+
+
+def test_tokens_that_the_outputs_tokenizer_lacks_are_a_warning(tmp_path: Path) -> None:
+    """Fine-tunes often add a token in a row that the base has for padding, each another one."""
+    files = {
+        "m0": tokenizer("a", "b"),
+        "m1": tokenizer("a", "b", added={2: "<x>"}),
+        "m2": tokenizer("a", "b", added={2: "<y>", 9: "<without a row>"}),
+    }
+    assert said(tmp_path, {}, {}, {}, **files) == [
+        "tokenizer.json: the output has the tokenizer of m0, which lacks tokens of other models\n"
+        "  m1: 2 is '<x>'\n"
+        "  m2: 2 is '<y>'\n"
+        "  -> Keep added tokens, each with its own row, with tokenizer_source: union."
+    ]
+
+
+@pytest.mark.parametrize("key", ["added_tokens_decoder", "pad_token"])
+def test_tokens_that_only_tokenizer_config_names_are_compared(key: str, tmp_path: Path) -> None:
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", key: {"2": {"content": "<x>"}}}
+    if key == "pad_token":
+        settings[key] = "<x>"
+    plain = {**tokenizer("a", "b"), "tokenizer_config.json": '{"chat_template": "{{ a }}", "add_bos_token": true}'}
+    named = {**tokenizer("a", "b"), "tokenizer_config.json": json.dumps({"chat_template": "{{ a }}", **settings})}
+    (text,) = said(tmp_path, {}, {}, m0=plain, m1=named)
+    assert "m1: 2 is '<x>'" in text
 
 
 def test_tokenizers_of_other_files_are_compared_too(tmp_path: Path) -> None:
@@ -156,7 +182,8 @@ def test_tokenizers_of_other_files_are_compared_too(tmp_path: Path) -> None:
         (tokenizer("a", "b"), tokenizer("a", "b", unigram=True)),
         (tokenizer("a", "b"), tokenizer("a", added={1: "b"})),
         (tokenizer("a", "b"), {"vocab.json": '{"a": 0}', "added_tokens.json": '{"b": 1}'}),
-        (tokenizer("a", "b"), tokenizer("a", "b", added={5: "<new>"})),
+        (tokenizer("a", "b"), tokenizer("a", "b", added={9: "<without a row>"})),
+        (tokenizer("a", "b", added={5: "<new>"}), tokenizer("a", "b")),
         (tokenizer("a", "b"), {"tokenizer.json": "not json"}),
         (tokenizer("a", "b"), {"tokenizer.json": '{"model": {"vocab": 3}, "added_tokens": {"a": 1}}'}),
         (tokenizer("a", "b"), {}),

@@ -57,7 +57,7 @@ def extract_lora(
         def show(merged: Merged) -> None:
             from weightsmith._features.adapters.report import NAME
 
-            head, rows = cast("Extraction", merged.reports[NAME]).table()
+            head, rows = cast("Extraction", merged.reports[NAME]).summary_table()
             show_table(head, rows, right=set(range(1, len(head))))
             result()
 
@@ -250,7 +250,7 @@ def transplant_tokenizer(
             if NAME in merged.reports:
                 report = cast("Transplant", merged.reports[NAME])
                 say(report.summary())
-                head, rows = report.table()
+                head, rows = report.summary_table()
                 if rows:
                     show_table(head, rows, right={1, 3})
 

@@ -94,7 +94,7 @@ def moe(
             merged = work.make(weightsmith.moe, source, records=(planning, settings, running))
             report = None if merged is None else cast("RoutingReport | None", merged.reports.get(ROUTER))
             if report is not None and report.routing is not None and work.shows:
-                show_table(*report.routing.table(), right=set(range(1, len(report.routing.experts) + 3)))
+                show_table(*report.routing.summary_table(), right=set(range(1, len(report.routing.experts) + 3)))
             return
         from weightsmith._features.any_recipe import prepare_any
 
@@ -127,7 +127,7 @@ def _show_routing(report: RoutingReport | None, *, as_json: bool) -> None:
     elif report is None or report.routing is None:
         result("the recipe has no prompts, so there is nothing to route")
     else:
-        show_table(*report.routing.table(), right=set(range(1, len(report.routing.experts) + 3)))
+        show_table(*report.routing.summary_table(), right=set(range(1, len(report.routing.experts) + 3)))
         result()
         show_table(*report.routing.by_layer(), right=set(range(len(report.routing.groups) + 1)))
 

@@ -99,7 +99,7 @@ class Extraction:
             "left_out": dict(self.left_out),
         }
 
-    def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    def summary_table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         """Header and rows: for each kind of module, the ranks, and the shares that they keep."""
         head = ("module", "count", "rank", "kept", "possible", "signal", "noise", "least, in")
         kinds = grouped((with_layer(matrix.target.module).part, matrix) for matrix in self.matrices)
@@ -113,7 +113,7 @@ class Extraction:
 
     def section(self) -> str:
         """A section for the model card."""
-        head, rows = self.table()
+        head, rows = self.summary_table()
         text = f"\n## What the adapter keeps\n\n{self.parameters:,} parameters in factors. "
         text += (
             "Shares of the squared Frobenius norm of the difference; possible is the most that factors of these ranks can "
@@ -139,7 +139,7 @@ class Extraction:
 
     def blocks(self) -> list[Block]:
         """Heat maps of the signal kept, and the table."""
-        head, rows = self.table()
+        head, rows = self.summary_table()
         columns = tuple(Column(name, about=_COLUMNS.get(name, "")) for name in head)
         return [*self._maps(), Table("What the adapter keeps", columns, tuple(rows))]
 

@@ -486,7 +486,7 @@ class Routing:
             ],
         }
 
-    def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    def summary_table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         """Header and rows: for each group, the `first` share of each expert (mean over layers), and its own expert's shares."""
         own_first, own_sent = self.of_own_expert(self.first), self.of_own_expert(self.sent)
         head = (
@@ -598,7 +598,7 @@ class RoutingReport:
 Share of the tokens of the experts' texts for which each expert comes first, averaged over layers. Measured on the hidden
 states of the base; in this model they differ after the first layer. Per-layer values: [{JSON_NAME}]({JSON_NAME}).
 
-{markdown_table(*self.routing.table())}
+{markdown_table(*self.routing.summary_table())}
 
 ![Share of tokens for which an expert comes first, by layer]({PICTURE_NAME})
 """

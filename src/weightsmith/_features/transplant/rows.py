@@ -401,7 +401,7 @@ class Transplant:
             ],
         }
 
-    def table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    def summary_table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         """Header and rows: the missing tokens that occur in the user's text most often; no rows without a text."""
         head = ("missing token", "in the text", "how", "error")
         frequent = sorted((row for row in self.rows if row.count), key=lambda row: (-(row.count or 0), row.number))
@@ -426,7 +426,7 @@ class Transplant:
 
     def section(self) -> str:
         """A section for the model card."""
-        head, rows = self.table()
+        head, rows = self.summary_table()
         text = f"\n## Missing tokens\n\n{self.summary()}. `{FILE_NAME}` has each of them.\n"
         if rows:
             text += f"\n{markdown_table(head, rows)}\n"

@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weightsmith._base.errors import FormatError, Unsupported
+from weightsmith._base.errors import Finding, FormatError, Unsupported
 from weightsmith._base.files import show
 from weightsmith._base.tensors import DTYPES, MAX_STACKED, TensorSpec
 from weightsmith._models.formats.config import DAMAGED_CHECKPOINT, config_entries, plain_dtype
@@ -81,7 +81,7 @@ _READ: Mapping[str, Mapping[str, str]] = {
     "mixtral": MIXTRAL,
 }
 """Values of `model_type` whose stacked experts are read, with projections that have other names. Nothing else in their files
-from mlx-lm differs from those of transformers.
+from mlx-lm differs from those of transformers; of Ernie 4.5 it leaves tensors out (`_refuse_other_weights`).
 """
 
 _NAME_THE_ORIGINAL = "Name the model of the Hub that was converted for MLX."
@@ -91,9 +91,16 @@ _PREFIXES: Mapping[str, Mapping[str, str]] = {
         "language_model.model.": "model.language_model.",
         "language_model.lm_head.": "lm_head.",
         **{f"{module}.": f"model.{module}." for module in ("vision_tower", "embed_vision", "audio_tower", "embed_audio")},
-    }
+    },
+    **{
+        model_type: {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head."}
+        for model_type in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+    },
+    "gpt_neox": {"model.h.": "gpt_neox.layers.", "model.embed_out.": "embed_out.", "model.": "gpt_neox."},
+    "gptj": {"model.": "transformer.", "lm_head.": "lm_head."},
 }
-"""Value of `model_type` → how names of mlx-lm and mlx-vlm begin, and those that transformers loads."""
+"""Value of `model_type` → how names of mlx-lm and mlx-vlm begin, and those that transformers loads. The first that fits counts.
+"""
 
 _SMALLEST_SCALE = np.float32(1e-7)
 """MLX's."""
@@ -218,11 +225,24 @@ def _read(stored: Tensors, config: Config, where: str) -> Wrapped:
     return in_hub_layout(_read_codes(stored, config, where), where)
 
 
-_CONVOLUTION = re.compile(r".+\.conv(1d)?\.weight")
+_CONVOLUTION = re.compile(r".+[._]conv(_?1d)?\.weight")
 _ANY_CONVOLUTION = re.compile(r".+\.conv\w*\.weight")
+_SCORES = "e_score_correction_bias"
 _STACKED_PLAIN = re.compile(r"(.+)\.(?:switch_mlp|switch_glu)\.(\w+)\.weight")
-_MOVED_ALONE = frozenset({"lfm2", "mamba", "mamba2", "recurrent_gemma"})
+_MOVED_ALONE = frozenset({"lfm2", "mamba", "mamba2", "olmo_hybrid", "recurrent_gemma"})
 """Values of `model_type` for which mlx-lm changes nothing but the layout of the convolutions."""
+_LEARNED_ALPHA = re.compile(r".+\.act_fn\.alpha_[np]")
+"""Apertus' parameters of an activation: shape (1,), and a scalar in MLX."""
+
+_OTHER_WEIGHTS = (
+    ("", re.compile(r".+\.(embed_q|unembed_out)\.weight"), "split kv_b_proj in two"),
+    ("", re.compile(r".+\.experts\.(gate|up|down)_proj\.weight"), "stacked experts"),
+    ("granitemoehybrid", re.compile(r".+\.layers\.\d+\.mlp\..+"), "split shared_mlp.input_linear in two"),
+    ("baichuan_m1", re.compile(r"lm_head\.weight"), "divided the rows of the head by their norms"),
+    ("dbrx", re.compile(r".+\.experts\.\d+\.w\d\.weight"), "split experts.mlp"),
+    ("muse_spark", re.compile(r".+\.qkvg_proj\.weight"), "joined projections and reordered their rows"),
+)
+"""What mlx-lm does to weights, and the names that tell: the value of `model_type`, "" for any."""
 
 
 def in_hub_layout(wrapped: Wrapped, where: str) -> Wrapped:
@@ -231,12 +251,15 @@ def in_hub_layout(wrapped: Wrapped, where: str) -> Wrapped:
     Over time, those are [channels, 1, kernel]; mlx-lm has [channels, kernel, 1]. It also adds 1 to the norms of Qwen3.5 and
     Qwen3-Next, and multiplies weights of Falcon-H1 by factors from config.json; in 16 bits, neither can be undone without loss.
     mlx-vlm has the inputs of all kernels last, such as those that embed patches of images, and renames modules. Raises
-    Unsupported for these models, and for all others that are not known to be the same otherwise.
+    Unsupported for these models, for others whose kernels are moved and that are not known to be the same otherwise, and for
+    weights under names that only MLX gives them (`_OTHER_WEIGHTS`).
     """
     refuse_transposed(wrapped.config or {}, "MLX", where)
     wrapped = _with_names_of_the_hub(_with_single_experts(wrapped, where), where)
     specs = wrapped.source.specs
     model_type = (wrapped.config or {}).get("model_type")
+    _refuse_other_weights(specs, model_type, where)
+    wrapped = _without_towers(wrapped, where)
     moved = [spec for spec in specs.values() if _is_over_time(spec)]
     kernels = [spec for spec in specs.values() if _has_inputs_last(spec)]
     if kernels or (moved and not (isinstance(model_type, str) and model_type in _MOVED_ALONE)):
@@ -244,11 +267,36 @@ def in_hub_layout(wrapped: Wrapped, where: str) -> Wrapped:
         what = f"MLX has stored {show(spec.name)} as {list(spec.shape)}, {layout}; in some models it also"
         what += f" changes norms and other weights, and for model_type {show(model_type)} what it changes is not undone"
         raise Unsupported(what, where=where, fix=_NAME_THE_ORIGINAL)
-    if not moved:
+    shapes: dict[str, tuple[int, ...]] = {spec.name: (spec.shape[0], 1, spec.shape[1]) for spec in moved}
+    shapes |= {name: (1,) for name, spec in specs.items() if not spec.shape and _LEARNED_ALPHA.fullmatch(name)}
+    if not shapes:
         return wrapped
-    parts = {name: TensorPart(name, spec.shape) for name, spec in specs.items()}
-    parts |= {spec.name: replace(parts[spec.name], shape=(spec.shape[0], 1, spec.shape[1])) for spec in moved}
+    parts = {name: TensorPart(name, shapes.get(name, spec.shape)) for name, spec in specs.items()}
     return replace(wrapped, source=PartTensors(wrapped.source, parts, where))
+
+
+def _refuse_other_weights(specs: Specs, model_type: object, where: str) -> None:
+    """Raise Unsupported for weights that mlx-lm has made of others, or left out."""
+    for kind, pattern, done in _OTHER_WEIGHTS:
+        if kind not in ("", model_type):
+            continue
+        name = next((name for name, spec in specs.items() if pattern.fullmatch(name) and (kind or len(spec.shape) == 3)), None)
+        if name is not None:
+            raise Unsupported(f"MLX has {done}, which is not undone: {show(name)}", where=where, fix=_NAME_THE_ORIGINAL)
+    if model_type == "ernie4_5_moe" and any(".experts." in name for name in specs):
+        if not any(name.endswith(_SCORES) for name in specs):
+            what = f"MLX has left out tensors that routers need: {_SCORES} of each layer with experts"
+            raise Unsupported(what, where=where, fix=_NAME_THE_ORIGINAL)
+
+
+def _without_towers(wrapped: Wrapped, where: str) -> Wrapped:
+    """The model, with a note if mlx-lm has left out all but its text model; `vision_config` it leaves out too."""
+    config, specs = wrapped.config or {}, wrapped.source.specs
+    if not isinstance(config.get("text_config"), Mapping) or any(word in name for name in specs for word in _OTHER_TOWERS):
+        return wrapped
+    fix = "name the model of the Hub that was converted for MLX, to keep them"
+    note = Finding("only the text model is here: MLX has left out the parts for images or audio", where, fix=fix)
+    return replace(wrapped, notes=(*wrapped.notes, note))
 
 
 def _with_names_of_the_hub(wrapped: Wrapped, where: str) -> Wrapped:

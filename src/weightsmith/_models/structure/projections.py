@@ -192,6 +192,8 @@ def is_attention(weight: str) -> bool:
 NOT_LINEAR = ("embed", "norm", "conv", "bias", "router", "lm_head")
 """A tensor with one of these anywhere in its name is not a linear layer of a block."""
 
+_NOT_LINEAR = re.compile("|".join(NOT_LINEAR))
+
 COMPONENTS = frozenset({"wpe", "gate", "shared_expert_gate", "score", "classifier", "A_log"})
 """The same for these as a whole component: `mlp.gate.weight` is a router, `mlp.gate_proj.weight` is not."""
 
@@ -205,10 +207,10 @@ def role_of(spec: TensorSpec) -> Role:
     ['vocabulary', 'linear', 'other']
     """
     name = spec.name
-    other = len(spec.shape) != 2 or min(spec.shape) < 2 or any(part in name for part in NOT_LINEAR)
-    if not other and COMPONENTS.isdisjoint(name.split(".")) and not is_vocabulary(spec):
-        return "linear"
-    return "vocabulary" if is_vocabulary(spec) else "other"
+    if is_vocabulary(spec):
+        return "vocabulary"
+    other = len(spec.shape) != 2 or min(spec.shape) < 2 or _NOT_LINEAR.search(name) is not None
+    return "linear" if not other and COMPONENTS.isdisjoint(name.split(".")) else "other"
 
 
 Specs = Mapping[str, TensorSpec]

@@ -30,6 +30,8 @@ TIED_HEAD = "lm_head.weight"
 HEADS = ("lm_head", "embed_out", "output", "output_layer", "head", "proj_out", "decoder", "vocab_proj")
 """Modules that may be an output head."""
 
+_MODULES = frozenset({*EMBEDDINGS, *HEADS})
+
 _TABLES = re.compile(
     r"(^|\.)((token_embedding|tokens_embed|text_token_embedding|text_embed_tokens|embed_text_tokens|input_embedding|"
     r"value_embeddings|generator_lm_head|output_projection|vocab_projector|lm_loss|lm_head\.out_proj|pred_layer\.proj|"
@@ -67,7 +69,7 @@ _HEAD_COMPONENT = re.compile(rf"head|^(score|classifier|cls|mtp|nextn|{'|'.join(
 
 def module_of(name: str) -> str:
     """The last module of a tensor's name: `lm_head` for `lm_head.weight`; "" if there is none."""
-    return name.split(".")[-2] if "." in name else ""
+    return name.rpartition(".")[0].rpartition(".")[2]
 
 
 def names_embedding(tensor: str) -> bool:
@@ -136,6 +138,8 @@ def is_model_embedding(spec: TensorSpec) -> bool:
 
 def is_vocabulary(spec: TensorSpec) -> bool:
     """True for a matrix [tokens, hidden] that may be an embedding or a head, by its name."""
+    if len(spec.shape) != 2 or module_of(spec.name) not in _MODULES:  # nearly every tensor, quickly
+        return False
     return is_embedding(spec) or is_head(spec)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import math
 import re
 import struct
@@ -225,6 +226,8 @@ MAX_ID = 1 << 22
 """More than twice the ids of the largest published vocabulary, of a million tokens."""
 _SETTINGS, _ROLES_FILE = "tokenizer_config.json", "special_tokens_map.json"
 _DECODER = "added_tokens_decoder"
+_NAMES_TOKENS = re.compile(r"(?!add_)\w+_tokens?$|(added_tokens_decoder|tokenizer_class|auto_map)$")
+"""Keys of tokenizer_config.json from which the tokens follow."""
 _NAMED_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
@@ -317,6 +320,19 @@ class Vocabulary:
 def digest_of(folder: Path, files: Sequence[str]) -> str:
     """Equal for equal files of a tokenizer; "" if there are none. Nothing is parsed."""
     data = contents_of(folder, files)
+    return _digest(data) if data else ""
+
+
+def token_digest_of(folder: Path, files: Sequence[str]) -> str:
+    """Equal for files that give the same tokens and differ in chat templates and other settings; "" if there are none.
+
+    Raises FormatError for a damaged tokenizer_config.json.
+    """
+    data = contents_of(folder, files)
+    if _SETTINGS in data:
+        settings = json_object(data[_SETTINGS], str(folder), _SETTINGS)
+        naming = {key: value for key, value in settings.items() if _NAMES_TOKENS.match(key)}
+        data[_SETTINGS] = json.dumps(naming, sort_keys=True).encode()
     return _digest(data) if data else ""
 
 

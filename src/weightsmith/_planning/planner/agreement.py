@@ -18,13 +18,13 @@ from typing import Any
 from weightsmith._base.errors import Finding, LayerError, MismatchError, ShapeError, WeightsmithError
 from weightsmith._base.files import show
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._base.text import some_lines
+from weightsmith._base.text import some, some_lines
 from weightsmith._files.subfolders import MODULES, module_steps
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure
-from weightsmith._models.structure.vocabulary import may_have_tokens
+from weightsmith._models.structure.vocabulary import count_rows, may_have_tokens
 from weightsmith._models.tokenizers.files import templates_of
-from weightsmith._models.tokenizers.vocabulary import digest_of, read_vocabulary
+from weightsmith._models.tokenizers.vocabulary import read_vocabulary, token_digest_of
 from weightsmith._planning.planner.inputs import changed
 from weightsmith._planning.planner.match import InputModels
 from weightsmith._planning.planner.segments import Segment
@@ -41,19 +41,21 @@ class ComparedModel:
     label  as the user named it
     text   the section of config.json that describes its text model
     folder, files  where its tokenizer may be
+    rows   of its embedding: ids from there on are of no use
     """
 
     label: str
     text: Config
     folder: Path
     files: Sequence[str]
+    rows: int
 
 
 def compared(label: str, checkpoint: Checkpoint, structure: Structure) -> ComparedModel:
     """What is compared of a checkpoint. text: where config.json describes the main stack of layers, else all of it."""
     config = checkpoint.config or {}
     text = config if structure.main is None else structure.main.section(config)
-    return ComparedModel(label, text, checkpoint.folder, checkpoint.files)
+    return ComparedModel(label, text, checkpoint.folder, checkpoint.files, count_rows(checkpoint.specs.values(), config))
 
 
 def disagreements(
@@ -241,14 +243,10 @@ def _text(value: Any) -> str:
 # ---- tokenizers
 
 
-_WITHOUT_TOKENS = frozenset({"tokenizer_config.json", "special_tokens_map.json"})
-"""Files of a tokenizer in which models differ whose tokens are the same: chat templates are there."""
-
-
 def _digest_of(model: ComparedModel) -> str:
     """Equal for models with equal files of tokens; "" if they cannot be read."""
     with contextlib.suppress(WeightsmithError, OSError):
-        return digest_of(model.folder, [name for name in model.files if name not in _WITHOUT_TOKENS])
+        return token_digest_of(model.folder, model.files)
     return ""
 
 
@@ -261,22 +259,32 @@ def _tokens(model: ComparedModel) -> Mapping[int, str]:
 
 
 def _tokenizers(models: Sequence[ComparedModel], donor: int) -> list[Finding]:
-    """A warning if an id means different tokens in two models. Ids that one of them does not use do not count."""
+    """A warning if an id means different tokens in two models, and one for tokens that the output's tokenizer lacks."""
     digests = [_digest_of(model) for model in models]
     others = [model for model, digest in zip(models, digests, strict=True) if digest != digests[donor]]
     donor_tokens = _tokens(models[donor]) if others else {}
-    details = []
+    differing, lacking = [], []
     for model in others if donor_tokens else ():
-        other = _tokens(model)
-        differing = sorted(number for number in donor_tokens.keys() & other.keys() if donor_tokens[number] != other[number])
-        if differing:
-            number = differing[0]
-            tokens = f"{number} is {show(other[number])}, and {show(donor_tokens[number])} in {models[donor].label}"
-            details.append(f"{model.label}: {len(differing):,} of {len(other):,} ids; {tokens}")
-    if not details:
-        return []
-    what = f"the models differ in their tokenizers: the same ids mean different tokens; the output has {models[donor].label}'s"
-    return [Finding(what, "tokenizer.json", tuple(details), "match rows by token with tokenizer_source: base, or union")]
+        tokens = _tokens(model)
+        changed_ids = [n for n in donor_tokens.keys() & tokens.keys() if donor_tokens[n] != tokens[n]]
+        if changed_ids:
+            first = min(changed_ids)
+            meanings = f"{first} is {show(tokens[first])}, and {show(donor_tokens[first])} in {models[donor].label}"
+            differing.append(f"{model.label}: {len(changed_ids):,} of {len(tokens):,} ids; {meanings}")
+        further = sorted(n for n in tokens.keys() - donor_tokens.keys() if n < model.rows)
+        if further:
+            lacking.append(f"{model.label}: {some([f'{n} is {show(tokens[n])}' for n in further], _SHOWN)}")
+    findings = []
+    if differing:
+        what = "the models differ in their tokenizers: the same ids mean different tokens"
+        what += f"; the output has {models[donor].label}'s"
+        fix = "match rows by token with tokenizer_source: base, or union"
+        findings.append(Finding(what, "tokenizer.json", tuple(differing), fix))
+    if lacking:
+        what = f"the output has the tokenizer of {models[donor].label}, which lacks tokens of other models"
+        fix = "keep added tokens, each with its own row, with tokenizer_source: union"
+        findings.append(Finding(what, "tokenizer.json", tuple(lacking), fix))
+    return findings
 
 
 def _templates(models: Sequence[ComparedModel], donor: int) -> list[Finding]:

@@ -219,7 +219,7 @@ class Evaluation(Reported):
         return (*by_texts, *(_by_command(self, i) for i in others if self.measured), *self.notes)
 
     def table(self) -> list[dict[str, Any]]:
-        """A row for each model and text, for pandas: `pandas.DataFrame(found.table())`.
+        """A row for each model and text, for pandas: `pandas.DataFrame(evaluation.table())`.
 
         Columns: model, text, rows, tokens, loss, loss_error, perplexity, bits_per_byte; divergence, divergence_error,
         agreement, change and change_error, which are None where nothing is compared; measured, with a command.

@@ -138,7 +138,7 @@ class Tuning(Reported):
         return combined(self.losses[number], self.objective)
 
     def table(self) -> list[dict[str, Any]]:
-        """A row for each trial, for pandas: `pandas.DataFrame(found.table())`.
+        """A row for each trial, for pandas: `pandas.DataFrame(tuning.table())`.
 
         Columns: trial; the value of each key path in `names`; objective, and loss of each text as `loss TEXT`, which are None
         unless the trial was scored on all rows; best; error.

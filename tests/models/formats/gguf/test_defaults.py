@@ -40,7 +40,7 @@ MODELS = LANGUAGE | {
     name: (model, config, ({} if name == "distilbert" else ENCODER) | changes)
     for name, (model, config, _, changes) in ENCODERS.items()
 }
-VISION = ("gemma3-vl", "qwen2-vl", "qwen2.5-vl")
+VISION = ("gemma3-vl", "qwen2-vl", "qwen2.5-vl", "qwen3-vl")
 UNSTATED = ("model_type", "architectures", "transformers_version", "dtype", "_name_or_path")
 """Settings that say which class it is, and those of no class."""
 PARTS = ("text_config", "rope_parameters", "rope_scaling", "full_attention", "sliding_attention")

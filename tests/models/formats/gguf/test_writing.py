@@ -27,6 +27,7 @@ BF16 = DTYPES["BF16"]
     [
         *("gguf-f32+1", "gguf-f16", "gguf-bf16/8", "gguf-q8_0", "gguf-q5_1/8", "gguf-q4_k", "gguf-iq4_nl", "gguf-f16*2"),
         *("gguf-256:q5_0[0-128]t,q4_k[128-256]", "gguf-32:f16[0-32,0+2]t,q8_0[0-32,1+2]t", "gguf-1:f32[0-1,0+2],bf16[0-1,1+2]"),
+        "gguf-32:f16[0-32,0-16]t,q8_0[0-32,16-64]t",
         *("gguf-32+:q8_0[0-8]+[16-32],f16[8-16]", "gguf-32+:q8_0[0-8],q5_0[8-32]"),
     ],
 )
@@ -177,6 +178,7 @@ PARTS = {
     "gguf-10:f32[0-6]t,f32[6-10]": ((30, 7), _kv_b),
     "gguf-10+:f32[0-2]+[2-7],f32[7-10]": ((30, 7), _qkvz),
     "gguf-6:f32[0-6,0+2]t,f32[0-6,1+2]t": ((3, 6, 8), lambda x: [x[:, :, k::2].swapaxes(1, 2) for k in (0, 1)]),
+    "gguf-6:f32[0-6,0-4]t,f32[0-6,4-8]t": ((3, 6, 8), lambda x: [x[:, :, :4].swapaxes(1, 2), x[:, :, 4:].swapaxes(1, 2)]),
     "gguf-6:f32[0-6]t": ((3, 6, 8), lambda x: [x.swapaxes(1, 2)]),
     "gguf-6:f32[0-3],f32[3-6]": ((3, 6, 8), lambda x: [x[:, :3], x[:, 3:]]),
     "gguf-1:f32[0-1,0+2],f32[0-1,1+2]": ((3, 8), lambda x: [x[:, ::2], x[:, 1::2]]),
@@ -233,6 +235,7 @@ def test_each_part_has_importances_of_its_own() -> None:
     [
         ("gguf-8:f16[0-9]", (8, 4), "it has no rows or columns [0-9]"),
         ("gguf-8:f16[0-8,5+6]", (8, 4), "it has no rows or columns [0-8,5+6]"),
+        ("gguf-8:f16[0-8,2-6]", (8, 4), "it has no rows or columns [0-8,2-6]"),
         ("gguf-8:f16[0-8]", (12, 4), "not one of whole bands of 8 rows"),
         ("gguf-8:f16[0-8]", (2, 4, 4), "not one of whole bands of 8 rows"),
         ("gguf-8:q8_0[0-8]t", (8, 64), "the rows of its part [0-8]t are not a multiple of 32"),

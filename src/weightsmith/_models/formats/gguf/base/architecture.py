@@ -639,6 +639,10 @@ class GgufArchitecture:
         split = next((tensor for tensor in self.splits if match is not None and tensor.name == match[2]), None)
         return None if split is None or match is None else (split, match[1])
 
+    def cut(self, split: SplitTensor, config: GgufConfig, shape: tuple[int, ...]) -> SplitTensor:
+        """How a tensor of this shape is split, of models that are published in two layouts."""
+        return split
+
     def part_of(self, name: str) -> tuple[SplitTensor, str] | None:
         """The tensor that a GGUF tensor is part of, and its layer number; None if it is whole."""
         match = _BARE.fullmatch(name)
