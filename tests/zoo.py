@@ -87,6 +87,17 @@ QWEN3_VISION = {
     **{"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 2]},
 }
 
+GRANITE_4 = {
+    **SIZES,
+    "layer_types": ["mamba", "attention"],
+    "num_local_experts": 0,
+    "shared_intermediate_size": 16,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 4,
+    "mamba_n_groups": 1,
+}
+
 # name: model class, config class, arguments
 ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", SIZES),
@@ -230,19 +241,16 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
             "use_mamba_kernels": False,
         },
     ),
-    "granite-hybrid": (
+    "granite-hybrid": ("GraniteMoeHybridForCausalLM", "GraniteMoeHybridConfig", GRANITE_4),
+    "granite-hybrid-moe": (
         "GraniteMoeHybridForCausalLM",
         "GraniteMoeHybridConfig",
-        {
-            **SIZES,
-            "layer_types": ["mamba", "attention"],
-            "num_local_experts": 0,
-            "shared_intermediate_size": 16,
-            "mamba_n_heads": 4,
-            "mamba_d_head": 16,
-            "mamba_d_state": 4,
-            "mamba_n_groups": 1,
-        },
+        {**GRANITE_4, "num_local_experts": 4, "num_experts_per_tok": 2, "mamba_n_groups": 2, "position_embedding_type": "rope"},
+    ),
+    "granite-4": (
+        "GraniteMoeHybridForCausalLM",
+        "GraniteMoeHybridConfig",
+        {**GRANITE_4, "layer_types": ["attention", "attention"], "position_embedding_type": "rope"},
     ),
     "bert": ("BertForMaskedLM", "BertConfig", ENCODER),
     "bert-bare": ("BertModel", "BertConfig", ENCODER),

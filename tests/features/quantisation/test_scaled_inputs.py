@@ -13,7 +13,18 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import weightsmith
-from tests.calibration_help import CONFIGS, TINY, captured, interrupted, prepared_for, quantise, rows_for, save_model, settings
+from tests.calibration_help import (
+    CONFIGS,
+    TINY,
+    captured,
+    interrupted,
+    noisy_copy,
+    prepared_for,
+    quantise,
+    rows_for,
+    save_model,
+    settings,
+)
 from weightsmith._activations.decoder import Base
 from weightsmith._activations.decoder.forward import Decoder, build
 from weightsmith._base.tensors import DTYPES, TensorSpec
@@ -195,6 +206,19 @@ def test_the_bytes_depend_on_nothing_but_the_work(uneven: Path, tmp_path: Path, 
             output = captured(prepared, prepared.plan.products, memory)
             runs.append({name: [array.tobytes() for array in arrays] for name, arrays in output.arrays.items()})
         assert runs[0] == runs[1]
+
+
+def test_norms_of_a_merge_are_scaled_as_the_merge_would_store_them(uneven: Path, tmp_path: Path) -> None:
+    noisy_copy(uneven, tmp_path / "noisy", seed=1)
+    models = [{"model": str(model), "parameters": {"weight": 0.5}} for model in (uneven, tmp_path / "noisy")]
+    recipe = {"merge_method": "linear", "models": models, "dtype": "bfloat16"}
+    weightsmith.merge(recipe, tmp_path / "merged", progress=False)
+    outs = [
+        quantise(source, tmp_path / name, options_of(tmp_path), name="awq-4bit").out
+        for name, source in (("direct", recipe), ("after", tmp_path / "merged"))
+    ]
+    direct, after = ((out / "model.safetensors").read_bytes() for out in outs)
+    assert direct == after
 
 
 def test_states_are_those_of_the_scaled_and_quantised_layers(uneven: Path, tmp_path: Path) -> None:

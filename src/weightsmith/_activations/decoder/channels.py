@@ -46,7 +46,7 @@ def scalable(
     ]
     experts = [module for name, module in layer.named_modules() if name.rpartition(".")[2] == "experts"]
     for module in experts:
-        module.forward = partial(_all_experts, module if isinstance(module, Experts) else (), tracer)  # type: ignore[method-assign]
+        module.forward = partial(_all_experts, module if isinstance(module, Experts) else (), tracer)
     buffers = [(module, key, buffer) for module in layer.modules() for key, buffer in module._buffers.items()]
     for module, key, buffer in buffers:
         module._buffers[key] = None if buffer is None else buffer.to("meta")

@@ -216,6 +216,9 @@ FAMILIES = {
     "qwen2.5-vl": "QWEN2VL",
     "qwen3-vl": "QWEN3VL",
     "qwen3-vl-moe": "QWEN3VLMOE",
+    "granite-hybrid": "GRANITE_HYBRID",
+    "granite-hybrid-moe": "GRANITE_HYBRID",
+    "granite-4": "GRANITE",
     "dots1": "DOTS1",
     "gemma4": "GEMMA4",
     "gemma4-moe": "GEMMA4",
@@ -237,7 +240,7 @@ FAMILIES = {
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
 GRANITE = {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
 IN_IMAGES = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe")
-WRITTEN_ONLY = {"glm4-moe-lite"}
+WRITTEN_ONLY = {"glm4-moe-lite", "granite-4"}
 OWN: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 8},
     "gemma3-text": {"query_pre_attn_scalar": 8, "num_hidden_layers": 7, "sliding_window": 32},
@@ -253,7 +256,8 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma4-moe": {"sliding_window": 8, "final_logit_softcapping": 2.0},
     "deepseek-v3": {"num_mtp_layers": 0, "n_group": 2, "topk_group": 1, "num_hidden_layers": 3, "routed_scaling_factor": 2.5}
     | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
-    **dict.fromkeys(("granite", "granite-moe", "granite-moe-shared"), GRANITE),
+    **dict.fromkeys(("granite", "granite-moe", "granite-moe-shared", "granite-4", "granite-hybrid-moe"), GRANITE),
+    "granite-hybrid": GRANITE | {"intermediate_size": 16, "num_experts_per_tok": 0, "position_embedding_type": "nope"},
 }
 SHIFTED = ("gemma", "gemma2", "gemma3-text", "qwen3-next", "qwen3.5", "qwen3.5-moe")
 IN_PARTS = ("deepseek-v3", "granite-moe-shared", "qwen3-next", "gpt-oss")
@@ -292,6 +296,7 @@ def test_every_family_comes_back_as_it_was(name: str, tmp_path: Path, tokenizers
             special |= any(
                 tensor.endswith(f".{split.name}") for architecture in architectures() for split in architecture.splits
             )
+            special |= name == "granite-hybrid" and "shared_mlp" in tensor  # there the table has names of an expert's tensors
             assert ".experts." in tensor or special or f"{known.get_name(module)}.{kind}" in written
         import transformers
 
@@ -311,6 +316,48 @@ def test_every_family_comes_back_as_it_was(name: str, tmp_path: Path, tokenizers
             value = {name: number for name, number in value.items() if name not in ("max_position_embeddings", "type")}
         expected = pytest.approx(value, rel=1e-6) if isinstance(value, float) else value
         assert key in unlike or configs[1].get(key) == expected, key
+
+
+@pytest.mark.slow
+def test_a_granite_4_without_mamba_comes_back_as_a_granite_3(tmp_path: Path, tokenizers: dict[str, Path]) -> None:
+    import torch
+
+    source = zoo.save("granite-4", tmp_path / "m", 1, dtype="float32", **GRANITE, vocab_size=262)
+    (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
+    weightsmith.dequantize(quantize(source, tmp_path / "q", "f32"), tmp_path / "back", out_dtype="float32", progress=False)
+    there, back = zoo.load("granite-4", source), zoo.load("granite", tmp_path / "back")
+    assert not any([*there[1].values(), *back[1].values()])
+    with torch.inference_mode():
+        logits = [model(torch.arange(40)[None]).logits for model, _ in (there, back)]
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"layer_types": ["mamba", "other"]},
+            r"layer_types is \['mamba', 'other'\], and not attention or full_attention or mamba",
+        ),
+        ({"mamba_d_head": 8}, r"mamba_n_heads \* mamba_d_head is 32, and llama.cpp takes 64 for granted"),
+        ({"mamba_conv_bias": False}, "mamba_conv_bias is False, and llama.cpp takes True for granted"),
+        ({"time_step_limit": [0.0, 1.0]}, r"time_step_limit is \[0.0, 1.0\], and llama.cpp takes"),
+        ({"mamba_d_state": 5}, r"in_proj.weight: 2 \* mamba_expand \* hidden_size \+ 2 \* mamba_n_groups \* mamba_d_state"),
+        ({"shared_intermediate_size": 17}, "shared_intermediate_size is 17 in config.json"),
+        (
+            {"layer_types": ["attention"] * 2, "position_embedding_type": "nope"},
+            "position_embedding_type is 'nope', and llama.cpp",
+        ),
+    ],
+)
+def test_settings_of_layers_of_mamba_that_llama_cpp_does_not_have(
+    changes: dict[str, Any], words: str, tmp_path: Path, tokenizers: dict[str, Path]
+) -> None:
+    source = zoo.save("granite-hybrid", tmp_path / "m", 1, vocab_size=262)
+    (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
+    changed(source, **changes)
+    with pytest.raises(PlanError, match=words):
+        quantize(source, tmp_path / "q", "q8_0")
 
 
 @pytest.mark.slow
@@ -1181,9 +1228,11 @@ def test_llama_cpp_stores_the_same_bytes(mixture: str, weighted: bool, tmp_path:
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 9}
 EXPERTS = (
     *("dots1", "glm4-moe", "deepseek-v2", "deepseek-v3", "granite-moe-shared", "ernie4-5-moe", "lfm2-moe"),
-    *("qwen3-next", "qwen3.5-moe", "gpt-oss", "gemma4", "gemma4-moe"),
+    *("qwen3-next", "qwen3.5-moe", "gpt-oss", "gemma4", "gemma4-moe", "granite-hybrid", "granite-hybrid-moe"),
 )
+GRANITE_9 = {"layer_types": ["attention" if i in (2, 5, 6) else "mamba" for i in range(9)], "mamba_d_head": 128}
 WIDE_TOO: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("granite-hybrid", "granite-hybrid-moe"), GRANITE_9 | {"shared_intermediate_size": 256}),
     "lfm2-moe": {"num_hidden_layers": 9, "layer_types": ["full_attention" if i in (3, 4, 6) else "conv" for i in range(9)]},
     "deepseek-v2": {"num_hidden_layers": 27, "kv_lora_rank": 256},
     "gemma4": {"num_hidden_layers": 6, "vocab_size_per_layer_input": 262},

@@ -9,10 +9,12 @@ import gguf
 import numpy as np
 import pytest
 
-from weightsmith._base.errors import NonFinite, UnknownName, Unsupported
+from weightsmith._base.errors import FormatError, NonFinite, UnknownName, Unsupported
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._files.arrays import view_of
 from weightsmith._models.formats import Encoding, find_encoding
+from weightsmith._models.formats.gguf.architectures.granite import GraniteHybrid
+from weightsmith._models.formats.gguf.base.values import GgufConfig
 from weightsmith._models.formats.gguf.cuts import CutWeight, find_cut
 from weightsmith._models.formats.gguf.layout import TYPE_IDS
 from weightsmith._models.formats.gguf.writing import TYPES, find
@@ -159,6 +161,29 @@ def test_a_number_beyond_the_scales_is_an_error(name: str) -> None:
         encoding.encode(spec, rows, 0, [out], np.empty(0, np.float32))
     rows[1, 7] = 1e5  # beyond float16, but the scale is not
     encoding.encode(spec, rows, 0, [out], np.empty(0, np.float32))
+
+
+def test_a_vector_becomes_rows() -> None:
+    """Mamba's vectors are matrices in GGUF files."""
+    vector = np.log(np.arange(1, 7, dtype=np.float32))
+    spec = TensorSpec("A_log", BF16, (6,))
+    for name, shape, expected in (("gguf-f32=2", (3, 2), vector), ("gguf-f32-exp=1", (6, 1), -np.arange(1, 7))):
+        encoding = find(name)
+        assert encoding is not None
+        assert (encoding.name, [out.shape for out in encoding.outs(spec)]) == (name, [shape])
+        assert encoded(name, spec, vector[None]).view(np.float32) == pytest.approx(expected, rel=1e-6)
+    for name, other in (("gguf-f32=4", spec), ("gguf-f32=2", TensorSpec("w", BF16, (2, 6))), ("gguf-f32*2=3", spec)):
+        encoding = find(name)
+        assert encoding is not None
+        with pytest.raises(Unsupported, match="is not one of a vector that becomes plain rows of"):
+            encoding.outs(other)
+
+
+def test_groups_that_do_not_share_the_heads_evenly() -> None:
+    with pytest.raises(FormatError, match="mamba_n_groups is 3, and 64 is not a multiple of it"):
+        GraniteHybrid().columns_of(
+            "blk.0.ssm_norm.weight", GgufConfig({"mamba_expand": 2, "hidden_size": 32, "mamba_n_groups": 3})
+        )
 
 
 # ---- tensors in parts

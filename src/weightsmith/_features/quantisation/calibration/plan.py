@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import PurePath
 from types import MappingProxyType
 
@@ -200,10 +201,14 @@ class Chain(TextRun):
         """The input features of quantised weights of a layer that get scales: `chosen_features`."""
         from weightsmith._activations.running import decoder_of
 
-        shapes = {step.out.name: step.out.shape for step in self._model.steps}
         specs = {step.out.name: step.out for step in self.steps(layer)}
         weights = {weight: step.encoding for weight, step in encoded.items()}
-        return chosen_features(decoder_of(self.base).scalable(layer, shapes), weights, specs)
+        return chosen_features(decoder_of(self.base).scalable(layer, self._shapes), weights, specs)
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Those of all the model's tensors, by name."""
+        return {step.out.name: step.out.shape for step in self._model.steps}
 
     def quantised(
         self,

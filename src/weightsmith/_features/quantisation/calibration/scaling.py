@@ -226,7 +226,7 @@ class Scaling:
             exact = np.where(_holds(tensors[name] / exact, specs[name], tensors[name], exact), exact, np.float32(1))
         for name in others:
             columns = spread(exact, made.heads)
-            held = _holds(tensors[name] * columns, specs[name], tensors[name], 1 / columns).all(0)
+            held = _holds(tensors[name] * columns, specs[name], tensors[name], np.float32(1) / columns).all(0)
             exact = np.where(held.reshape(-1, made.heads[0], made.heads[1]).all(1).reshape(-1), exact, np.float32(1))
         if is_norm:
             self.plain[made.weight] = [np.where(exact == 1, rounded(values, spec), stored)]
@@ -240,7 +240,7 @@ class Scaling:
         self.columns |= {name: columns for name in made.readers if name not in others}
 
 
-def _holds(values: Floats, spec: TensorSpec, plain: Floats, back: Floats) -> Any:
+def _holds(values: Floats, spec: TensorSpec, plain: Floats, back: Any) -> Any:
     """Where numbers are what they were, once they are stored and multiplied back."""
     with np.errstate(all="ignore"):
         return rounded(values, spec).astype(np.float32) * back == plain
@@ -251,12 +251,13 @@ def scaling_of(
 ) -> Scaling:
     """The scales of some features of a layer. weights: encodings by name, those of plain tensors too; span: of the progress."""
     scaling = Scaling()
-    parameters = {name: tensor.detach().cpu().numpy() for name, tensor in rows.layer.weights.items()}
-    lock = threading.Lock()
+    parameters, lock = rows.layer.weights, threading.Lock()
 
     def use(made: Features, gram: Floats | None) -> None:
-        tensors = {n: parameters[n] for n in (made.weight, made.bias, *made.readers) if weights.get(n) == PLAIN}
-        readers = [(parameters[n], find_encoding(weights[n])) for n in made.readers if n not in tensors]
+        names = [name for name in dict.fromkeys((made.weight, made.bias, *made.readers)) if name in weights]
+        arrays: dict[str, Floats] = {name: parameters[name].detach().cpu().numpy() for name in names}
+        tensors = {name: arrays[name] for name in names if weights[name] == PLAIN}
+        readers = [(arrays[name], find_encoding(weights[name])) for name in made.readers if name not in tensors]
         scales = np.ones(len(parameters[made.weight]), np.float32)
         if gram is not None:
             scales = search(readers, gram, made.heads, powers=len(tensors) > (made.maker != "linear"))
@@ -318,7 +319,8 @@ class Entering:
         import torch
 
         row, hidden = numbered
-        self._noted.inputs = inputs = {}
+        inputs: dict[str, Tensor] = {}
+        self._noted.inputs = inputs
         with torch.no_grad():
             self._rows.layer(hidden)
         for name, x in inputs.items():
