@@ -233,6 +233,71 @@ def qwen_tower(*, bias: bool) -> Shapes:
     return shapes
 
 
+def qwen3_tower(mergers: int) -> Shapes:
+    """The tower of Qwen3-VL and Qwen3.5. mergers: of layers whose output the language model gets, too."""
+    shapes = {
+        f"model.visual.patch_embed.proj.{kind}": (WIDTH, 3, 2, 8, 8)[:dims] for kind, dims in (("weight", 5), ("bias", 1))
+    }
+    shapes |= module("model.visual.pos_embed", 16, WIDTH, bias=False) | module("model.visual.merger.norm", WIDTH)
+    for merger in ("merger", *(f"deepstack_merger_list.{i}" for i in range(mergers))):
+        shapes |= module(f"model.visual.{merger}.linear_fc1", 4 * WIDTH, 4 * WIDTH)
+        shapes |= module(f"model.visual.{merger}.linear_fc2", WIDTH, 4 * WIDTH)
+    for i in range(mergers):
+        shapes |= module(f"model.visual.deepstack_merger_list.{i}.norm", 4 * WIDTH)
+    for i in range(LAYERS):
+        block = f"model.visual.blocks.{i}."
+        shapes |= module(f"{block}norm1", WIDTH) | module(f"{block}norm2", WIDTH)
+        shapes |= module(f"{block}attn.qkv", 3 * WIDTH, WIDTH) | module(f"{block}attn.proj", WIDTH, WIDTH)
+        shapes |= module(f"{block}mlp.linear_fc1", INNER, WIDTH) | module(f"{block}mlp.linear_fc2", WIDTH, INNER)
+    return shapes
+
+
+QWEN3_VISION = {
+    **{"depth": LAYERS, "hidden_size": WIDTH, "intermediate_size": INNER, "num_heads": HEADS, "patch_size": 8},
+    **{"out_hidden_size": WIDTH, "num_position_embeddings": 16, "spatial_merge_size": 2, "temporal_patch_size": 2},
+    "hidden_act": "gelu_pytorch_tanh",
+}
+QWEN3_TEXT = {**TEXT, "rms_norm_eps": 1e-6, "num_hidden_layers": 3, "tie_word_embeddings": True}
+
+
+def qwen3_text() -> Shapes:
+    """A language model of as many layers as the vision half has mergers, and one more."""
+    layer = text("model.language_model.")
+    layer |= {f"model.language_model.layers.0.self_attn.{letter}_norm.weight": (8,) for letter in "qk"}
+    return {name.replace(".0.", f".{i}."): shape for i in range(3) for name, shape in layer.items()}
+
+
+def qwen3_vl() -> Model:
+    rope = {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [2, 1, 1]}
+    config = {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "model_type": "qwen3_vl",
+        "image_token_id": 10,
+        "tie_word_embeddings": True,
+        "text_config": {**QWEN3_TEXT, "model_type": "qwen3_vl_text", "rope_scaling": rope},
+        "vision_config": {**QWEN3_VISION, "model_type": "qwen3_vl", "deepstack_visual_indexes": [0, 2]},
+    }
+    return qwen3_text() | qwen3_tower(2), config, PROCESSOR
+
+
+def qwen3_5() -> Model:
+    gated = {name: (2 * WIDTH, WIDTH) for name in qwen3_text() if name.endswith("q_proj.weight")}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_interleaved": True, "mrope_section": [2, 1, 1]}
+    config = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "image_token_id": 10,
+        "tie_word_embeddings": True,
+        "text_config": {
+            **{**QWEN3_TEXT, "model_type": "qwen3_5_text", "rope_parameters": {**rope, "partial_rotary_factor": 1.0}},
+            **{"full_attention_interval": 1, "layer_types": ["full_attention"] * 3},
+            **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2},
+        },
+        "vision_config": {**QWEN3_VISION, "model_type": "qwen3_5", "deepstack_visual_indexes": []},
+    }
+    return qwen3_text() | gated | qwen3_tower(0), config, PROCESSOR
+
+
 MODELS: dict[str, Callable[[], Model]] = {
     "gemma3": gemma3,
     "pixtral": pixtral,
@@ -242,6 +307,8 @@ MODELS: dict[str, Callable[[], Model]] = {
     "smolvlm": smolvlm,
     "qwen2-vl": qwen2_vl,
     "qwen2.5-vl": qwen2_5_vl,
+    "qwen3-vl": qwen3_vl,
+    "qwen3.5": qwen3_5,
 }
 
 

@@ -79,6 +79,24 @@ SPEECH = {
     "decoder_start_token_id": 1,
 }
 MROPE = {"type": "mrope", "mrope_section": [1, 1, 2]}
+QWEN3_ROPE = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_interleaved": True, "mrope_section": [2, 1, 1]}
+}
+QWEN3_VISION = {
+    **{"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "patch_size": 4, "out_hidden_size": 32},
+    **{"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 2]},
+}
+
+GRANITE_4 = {
+    **SIZES,
+    "layer_types": ["mamba", "attention"],
+    "num_local_experts": 0,
+    "shared_intermediate_size": 16,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 4,
+    "mamba_n_groups": 1,
+}
 
 # name: model class, config class, arguments
 ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -223,19 +241,16 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
             "use_mamba_kernels": False,
         },
     ),
-    "granite-hybrid": (
+    "granite-hybrid": ("GraniteMoeHybridForCausalLM", "GraniteMoeHybridConfig", GRANITE_4),
+    "granite-hybrid-moe": (
         "GraniteMoeHybridForCausalLM",
         "GraniteMoeHybridConfig",
-        {
-            **SIZES,
-            "layer_types": ["mamba", "attention"],
-            "num_local_experts": 0,
-            "shared_intermediate_size": 16,
-            "mamba_n_heads": 4,
-            "mamba_d_head": 16,
-            "mamba_d_state": 4,
-            "mamba_n_groups": 1,
-        },
+        {**GRANITE_4, "num_local_experts": 4, "num_experts_per_tok": 2, "mamba_n_groups": 2, "position_embedding_type": "rope"},
+    ),
+    "granite-4": (
+        "GraniteMoeHybridForCausalLM",
+        "GraniteMoeHybridConfig",
+        {**GRANITE_4, "layer_types": ["attention", "attention"], "position_embedding_type": "rope"},
     ),
     "bert": ("BertForMaskedLM", "BertConfig", ENCODER),
     "bert-bare": ("BertModel", "BertConfig", ENCODER),
@@ -277,6 +292,16 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
                 "fullatt_block_indexes": [1],
             },
         },
+    ),
+    "qwen3-vl": (
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3VLConfig",
+        {"text_config": {**HEADS, **QWEN3_ROPE}, "vision_config": QWEN3_VISION},
+    ),
+    "qwen3-vl-moe": (
+        "Qwen3VLMoeForConditionalGeneration",
+        "Qwen3VLMoeConfig",
+        {"text_config": {**MOE, **QWEN3_ROPE, "norm_topk_prob": True}, "vision_config": QWEN3_VISION},
     ),
     "gemma3-vl": (
         "Gemma3ForConditionalGeneration",

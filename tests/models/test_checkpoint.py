@@ -400,6 +400,21 @@ def test_a_tensor_that_the_index_does_not_list_is_refused(tmp_path: Path) -> Non
     refused(FormatError, "1 tensor(s) that the index does not list, the first is 'mtp.w' in", TWO, ref=tmp_path)
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_shard_that_the_index_leaves_out_is_noted(there: bool, tmp_path: Path) -> None:
+    """Its numbers say that it belongs to the model, which would be written without its tensors."""
+    sharded(tmp_path, {"a": ONE})
+    if not there:
+        (tmp_path / TWO).unlink()
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert list(checkpoint.specs) == ["a"]
+        (note,) = checkpoint.notes
+        assert note.what == f"its index has no tensor of {TWO}, so nothing is read from there"
+    sharded(tmp_path)
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.notes == ()
+
+
 @pytest.mark.parametrize("with_index", [True, False])
 def test_a_tensor_in_two_files_is_refused(with_index: bool, tmp_path: Path) -> None:
     save_file({"b": B, "a": A[:2]}, sharded(tmp_path) / TWO)

@@ -109,6 +109,16 @@ class ComputedSource:
         again, once = inner.read_bytes(read.tensor)
         return again * size // max(1, spec.size), once
 
+    def counterparts(self, one: str, other: str) -> list[tuple[Checkpoint, str, str]]:
+        """The model and the tensors that two tensors are made of in the same way; [] if it is not the same."""
+        first, second = (self._step(name) for name in (one, other))
+        if (first.op, first.settings, first.base) != (second.op, second.settings, second.base):
+            return []
+        pairs = list(zip(first.inputs, second.inputs, strict=False))
+        if len(first.inputs) != len(second.inputs) or any(a.model != b.model for a, b in pairs):
+            return []
+        return [(self.inputs[a.model], a.tensor, b.tensor) for a, b in pairs if a.model >= 0]
+
     def natural_dtype(self, name: str) -> DType:
         return self._step(name).out.dtype
 

@@ -471,6 +471,7 @@ def staged(
         usable_device(options.device, "float64")
     resources = resources_of(prepared, options)
     _download(prepared, request)
+    prepared.check_copies()
     spec = _spec_of(prepared, request, part, steps, helping)
     if options.local_copy is not None:
         from weightsmith._execution.local_copies import use_local_copies

@@ -10,7 +10,7 @@ import functools
 import itertools
 import re
 import shlex
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -257,24 +257,63 @@ def _unsafe(file: str, suffixes: tuple[str, ...]) -> str:
     return ""
 
 
-def _check_numbers_complete(files: Iterable[str], where: str) -> None:
-    """`model-00002-of-00005.safetensors` says that there are five: without an index nothing else would."""
-    sets: dict[tuple[str, str, str], set[int]] = {}
+_MAX_SHARDS = 10**5
+
+
+@dataclass(frozen=True, slots=True)
+class _ShardSet:
+    """Files that are numbered alike: `model-00002-of-00005.safetensors` says that there are five.
+
+    total    as their names write it
+    numbers  of those that are there
+    """
+
+    stem: str
+    total: str
+    suffix: str
+    numbers: set[int]
+
+    @property
+    def count(self) -> int:
+        """How many there are by their names."""
+        return int(self.total) if len(self.total) < 10 else 10**9
+
+    def missing(self) -> Iterator[str]:
+        """The names of those that are not there, at most the first of very many."""
+        first = 0 if 0 in self.numbers else 1
+        for number in range(first, min(self.count, _MAX_SHARDS) + first):
+            if number not in self.numbers:
+                yield f"{self.stem}-{number:0{len(self.total)}d}-of-{self.total}{self.suffix}"
+
+
+def _sets(files: Iterable[str]) -> Iterable[_ShardSet]:
+    sets: dict[tuple[str, str, str], _ShardSet] = {}
     for name in files:
         if (match := _NUMBERED.fullmatch(name)) and len(match[2]) < 10:
-            sets.setdefault((match[1], match[3], match[4]), set()).add(int(match[2]))
-    for (stem, total, suffix), numbers in sets.items():
-        expected = int(total) if len(total) < 10 else 10**9
-        if len(numbers) < expected:
-            first = 0 if 0 in numbers else 1
-            missing = itertools.islice((n for n in range(first, expected + first) if n not in numbers), 3)
-            listed = ", ".join(f"{stem}-{n:0{len(total)}d}-of-{total}{suffix}" for n in missing)
+            key = match[1], match[3], match[4]
+            sets.setdefault(key, _ShardSet(*key, set())).numbers.add(int(match[2]))
+    return sets.values()
+
+
+def _check_numbers_complete(files: Iterable[str], where: str) -> None:
+    """Raise FormatError if numbered files are missing: without an index nothing else would tell."""
+    for shards in _sets(files):
+        if (lost := shards.count - len(shards.numbers)) > 0:
+            listed = ", ".join(itertools.islice(shards.missing(), 3))
             raise FormatError(
-                f"{expected - len(numbers)} of {expected} shards are missing: {listed}"
-                + (", …" if expected - len(numbers) > 3 else ""),
+                f"{lost} of {shards.count} shards are missing: {listed}" + (", …" if lost > 3 else ""),
                 where=where,
                 fix="Get the missing files: the download was probably interrupted.",
             )
+
+
+def unlisted_shards(files: Collection[str]) -> list[str]:
+    """Names of shards that belong to the same sets as those that an index lists, by their numbers, in natural order.
+
+    >>> unlisted_shards(["model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors"])
+    ['model-00002-of-00003.safetensors']
+    """
+    return [name for shards in _sets(files) for name in shards.missing()]
 
 
 def _hub_cache(folder: Path) -> NotFound | None:

@@ -208,6 +208,12 @@ class Encoding(ABC):
         return "no"
 
     @property
+    def scaled(self) -> bool:
+        """Whether the input features of weights get scales before their codes are chosen, as in AWQ: what makes the features is
+        divided by them. For an encoding with `hessian`."""
+        return False
+
+    @property
     def float16(self) -> Float16:
         """Whether programs compute in float16 with it, which cannot hold the states of all models."""
         return "no"

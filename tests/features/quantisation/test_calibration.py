@@ -404,7 +404,7 @@ def test_killed_and_run_again_it_gives_the_same_bytes(llama: Path, tmp_path: Pat
     assert ran.code == -signal.SIGKILL, ran.err
     calls: list[str] = []
     plain = layer.stages
-    monkeypatch.setattr(layer, "stages", lambda weights: calls.append("layer") or plain(weights))
+    monkeypatch.setattr(layer, "stages", lambda *args: calls.append("layer") or plain(*args))
     resumed = weightsmith.quantize(
         llama, out, "exl2", **{name: getattr(quantize_settings, name) for name in quantize_settings.changed}, progress=False
     )

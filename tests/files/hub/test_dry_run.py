@@ -133,6 +133,37 @@ def test_a_plan_of_a_vocabulary_downloads_tokenizers_alone(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--stream",)])
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_head_that_was_trained_apart_is_found_when_it_is_downloaded(
+    staged: bool, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    """config.json ties it to the embedding, and the other model stores one tensor for both."""
+    rng = np.random.default_rng(0)
+    config = json.dumps({**json.loads(CONFIG), "tie_word_embeddings": True}).encode()
+    embedding, layer = rng.normal(size=(2, 300, 320)).astype(np.float32)
+    plain = {"model.embed_tokens.weight": embedding, "model.layers.0.a.weight": layer}
+    repositories: dict[tuple[str, str], Files] = {
+        (f"org/{name}", COMMIT): {"config.json": config, WEIGHTS: save({**plain, **head})}
+        for name, head in (
+            ("base", {}),
+            ("copied", {"lm_head.weight": embedding}),
+            ("trained", {"lm_head.weight": embedding + 1}),
+        )
+    }
+    with serve(repositories) as hub:
+        for name, code in (("copied", 0), ("trained", 1)):
+            path = recipe(tmp_path, "org/base", f"org/{name}")
+            if staged:
+                path.write_text(f"name: one\n{path.read_text()}---\nmerge_method: passthrough\nmodels:\n  - model: one\n")
+            assert weightsmith(hub, tmp_path, "plan", path).code == 0
+            done = weightsmith(hub, tmp_path, "merge", path, tmp_path / name, *options)
+            assert done.code == code, done.err
+        assert "its head lm_head.weight is stored and differs from model.embed_tokens.weight" in done.err
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir() and path.name in ("copied", "trained")] == ["copied"]
+
+
+@pytest.mark.slow
 def test_a_plan_says_in_words_what_would_be_downloaded(hub: FakeHub, tmp_path: Path) -> None:
     planned = weightsmith(hub, tmp_path, "plan", recipe(tmp_path, "org/base", "org/tuned"))
     assert "download 2.46 MB in 6 files, before the merge begins; only headers were read" in planned.out

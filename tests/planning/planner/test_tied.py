@@ -19,7 +19,7 @@ UNTIED = {"tie_word_embeddings": False}
 TIED = {"tie_word_embeddings": True}
 
 
-def pair(*models: str, method: str = "linear", **keys: Any) -> dict[str, Any]:
+def pair(*models: str | dict[str, Any], method: str = "linear", **keys: Any) -> dict[str, Any]:
     return {"merge_method": method, "models": [{"model": m} for m in models], "parameters": {"weight": 1}, **keys}
 
 
@@ -215,6 +215,21 @@ def test_an_embedding_for_each_side_is_no_copy_of_a_shared_one(tmp_path: Path, w
     assert str(error).startswith(
         f"{models[0]}: its {ENCODER} differs from {DECODER}, and the other models have one tensor for both"
     )
+
+
+@pytest.mark.parametrize("method", ["linear", "passthrough"])
+def test_embeddings_of_a_result_differ_as_those_of_its_models_do(method: str, tmp_path: Path) -> None:
+    """Of the result that another recipe reads nothing is stored."""
+    a, b = (marian(tmp_path / n, i, tied=True) for i, n in enumerate("ab"))
+    shared = marian(tmp_path / "c", 2, tied=True, shared=True)
+    parts = [{"model": a}] if method == "passthrough" else [{"model": a}, {"model": b}]
+    inner = {"merge_method": method, "models": parts, **({} if method == "passthrough" else {"parameters": {"weight": 1}})}
+    (error,) = problems(pair(inner, shared))
+    assert f"its {ENCODER} differs from {DECODER}" in str(error)
+    for folder in "ab":  # copies are none
+        tensors = load_file(tmp_path / folder / "model.safetensors")
+        save_file({**tensors, ENCODER: tensors[DECODER]}, tmp_path / folder / "model.safetensors")
+    assert len(sources(plan(pair(inner, shared)))["model.shared.weight"]) == 2
 
 
 def test_an_embedding_of_another_dtype_is_no_copy(tmp_path: Path) -> None:

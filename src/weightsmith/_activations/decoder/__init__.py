@@ -1,7 +1,8 @@
 """A decoder's forward pass on transformers' modules, with one layer's weights in memory at a time.
 
-`forward.py` has the pass; `unfused.py` gives modules one matrix for each matrix of the checkpoint. Both import torch. Weights
-come from a `WeightSource`: the context of a product, which merges and decodes them, or a merge that is held in memory.
+`forward.py` has the pass; `unfused.py` gives modules one matrix for each matrix of the checkpoint; `channels.py` finds the
+features that can be scaled. All three import torch. Weights come from a `WeightSource`: the context of a product, which merges
+and decodes them, or a merge that is held in memory.
 """
 
 from __future__ import annotations
@@ -38,6 +39,29 @@ class Base:
     hidden: int
     instead: str = ""
     arithmetic: Arithmetic = "float32"
+
+
+Maker = Literal["norm", "offset norm", "linear"]
+"""A norm multiplies by its weight; one with an offset by 1 + its weight; of a linear layer, rows are features."""
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """Features that can be scaled.
+
+    maker    what makes them
+    weight   its stored name
+    bias     the stored name of its bias; "" for none
+    readers  stored names of the weights of linear layers that read them, and nothing else does
+    heads    (count, width): of the inputs of the readers, each run of `width` features comes from one head, and `count` runs
+             after each other from the same one. (1, 1): they are read in the order in which they are made
+    """
+
+    maker: Maker
+    weight: str
+    bias: str
+    readers: tuple[str, ...]
+    heads: tuple[int, int] = (1, 1)
 
 
 class WeightSource(Protocol):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -22,7 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from weightsmith._activations.decoder import Arithmetic, Base, WeightSource
+from weightsmith._activations.decoder import Arithmetic, Base, Features, WeightSource
+from weightsmith._activations.decoder.channels import scalable
 from weightsmith._activations.decoder.unfused import put_back, unfuse
 from weightsmith._base.errors import ShapeError, Unsupported, WeightsmithError, first_line
 from weightsmith._base.tensors import TensorSpec
@@ -196,6 +198,26 @@ class Decoder:
             for module in layer.modules():
                 if isinstance(module, nn.Linear):
                     module.__dict__.pop("forward", None)
+            put_back(layer, replaced)
+
+    def scalable(self, i: int, shapes: Mapping[str, tuple[int, ...]]) -> list[Features]:
+        """The features of layer i that can be scaled. It needs no weights. shapes: of all the model's tensors, by name."""
+        layer, prefix = self._layers[i], f"{self._base.prefix}{i}."
+        with _Weightless():
+            names, replaced = unfuse(layer, prefix, dict(shapes))
+        try:
+            for name, parameter in list(layer.named_parameters()):
+                if not parameter.is_meta:
+                    _register(layer, name, parameter.to("meta"))
+            own = {id(parameter) for parameter in layer.parameters()}
+            whole = [id(parameter) for _, parameter in self._whole.named_parameters(remove_duplicate=False)]
+            if any(count > 1 for parameter, count in Counter(whole).items() if parameter in own):
+                return []  # another layer has them, too
+            with torch.no_grad():
+                hidden = torch.zeros(1, 3, self._base.hidden)
+                call = record(self._body, self._layers, inputs_embeds=hidden)[1][i]
+            return scalable(layer, names, call, self._base.hidden)
+        finally:
             put_back(layer, replaced)
 
     @contextmanager

@@ -7,8 +7,8 @@ X.scales      [groups, outputs]       groups of group_size inputs in order
 A weight is (code - zero) · scale. The layouts of other kernels (gemv, gemv_fast, Marlin) are refused.
 
 awq-4bit is this layout, with scales of the range of the group, 0 included, / 15, as `transposed.half_scales` rounds them. The
-zero is the code of 0, rounded to nearest as the codes are, in float32, over the scale as stored. No weights are scaled for
-their activations: that would change other tensors, and a calibration chooses codes as for GPTQ instead.
+zero is the code of 0, rounded to nearest as the codes are, in float32, over the scale as stored. A calibration first scales
+the input features of weights, and divides what makes them (`scaled`). Then it chooses codes as for GPTQ.
 
 **Error.** For every finite x of a group with scale s, |(code - zero) · s - x| ≤ 0.57 · s: half a step, and more at the upper
 end of the range if the scale was rounded down.
@@ -124,6 +124,7 @@ class Awq(TransposedEncoding):
     """
 
     symmetric: ClassVar[bool] = False
+    scaled: ClassVar[bool] = True
 
     @property
     def name(self) -> str:

@@ -11,7 +11,8 @@ from typing import Any
 from weightsmith._base.errors import Finding, Unsupported
 from weightsmith._base.files import Opener, open_local, show
 from weightsmith._base.strict_json import parse_object, read_object
-from weightsmith._files.hf_folder import FolderWeights, natural_key, no_weights, of_ranks, read_index
+from weightsmith._base.text import some
+from weightsmith._files.hf_folder import FolderWeights, natural_key, no_weights, of_ranks, read_index, unlisted_shards
 from weightsmith._files.subfolders import within
 from weightsmith._models.formats import FORMATS, broken, each_of_files, each_of_tensors
 from weightsmith._models.formats.config import (
@@ -77,8 +78,14 @@ class WeightFiles:
     ignored: tuple[str, ...]
 
     def open(self, where: str, open_file: Opener = open_local) -> OpenedFiles:
-        """Open them; see `FileKind.open`. where: the model as the user named it."""
-        return self.kind.open(self.paths, self.index, where, open_file)
+        """Open them; see `FileKind.open`. where: the model as the user named it. Shards that the index leaves out are noted."""
+        opened = self.kind.open(self.paths, self.index, where, open_file)
+        unlisted = unlisted_shards([path.name for path in self.paths]) if self.index is not None else []
+        if not unlisted:
+            return opened
+        what = f"its index has no tensor of {some(unlisted, 2)}, so nothing is read from there"
+        note = Finding(what, where, fix="download index and weight files again, if the model should have these tensors")
+        return replace(opened, notes=(*opened.notes, note))
 
 
 def choose_kind(names: Collection[str], where: str) -> tuple[FileKind, FolderWeights]:

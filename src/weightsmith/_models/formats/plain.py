@@ -23,6 +23,7 @@ from weightsmith._files.hf_folder import PYTORCH_SUFFIXES, FolderWeights, choose
 from weightsmith._files.safetensors import Header, read_header
 from weightsmith._models.sources.files import PlainFiles, SourceFile, unite
 from weightsmith._plans import PLAIN
+from weightsmith.abc.product import Arrays
 from weightsmith.abc.stored import Bytes, Encoding, Kind, Rows, StoredFormat
 from weightsmith.abc.tensors import FileKind, Index, OpenedFiles
 
@@ -126,6 +127,9 @@ class Plain(Encoding):
             raise NonFinite(
                 f"{float(flat[at])} is not a number that {dtype.torch} can hold", where=f"output tensor {show(spec.name)}"
             )
+
+    def dequantise(self, arrays: Arrays, shape: tuple[int, ...]) -> Rows:
+        return np.array(arrays[0], np.float32).reshape(shape)
 
 
 ENCODING = Plain()

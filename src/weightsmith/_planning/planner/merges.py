@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from weightsmith._base.errors import Finding, MethodError, MismatchError, PlanError, RecipeError, WeightsmithError
+from weightsmith._base.errors import Finding, MethodError, PlanError, RecipeError, WeightsmithError
 from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._base.text import status
 from weightsmith._files.containers import Naming
@@ -29,7 +29,6 @@ from weightsmith._models.ema import names_ema
 from weightsmith._models.structure import Structure
 from weightsmith._models.structure.parts import find_parts
 from weightsmith._models.structure.resize import LAYERS_UNSPECIFIED
-from weightsmith._models.structure.vocabulary import names_head
 from weightsmith._models.tokenizers.files import json_bytes, settings_in, settings_of
 from weightsmith._models.tokenizers.vocabulary import FILES
 from weightsmith._planning.options import RecipeOptions
@@ -40,6 +39,7 @@ from weightsmith._planning.planner.agreement import (
     of_different_architectures,
     of_vocabularies,
 )
+from weightsmith._planning.planner.copies import TakenForCopy
 from weightsmith._planning.planner.files import (
     GENERATION,
     NO_CONFIG,
@@ -322,39 +322,6 @@ def _match_all(opened: OpenedModels, specs: Sequence[Mapping[str, TensorSpec]]) 
     return matched
 
 
-_SAMPLED, _SAMPLE_BYTES = 64, 4096
-
-
-def surely_differ(checkpoint: Checkpoint, one: str, other: str) -> bool:
-    """Whether two tensors of a model differ in dtype or shape, or in samples, or one of them alone is changed by an adapter.
-
-    False if they are not stored on this disk as plain bytes: nothing is known of them then.
-    """
-    first, second = checkpoint.specs[one], checkpoint.specs[other]
-    if checkpoint.missing:
-        return False
-    if (first.dtype, first.shape) != (second.dtype, second.shape):
-        return True
-    stored = [checkpoint.location(name) is not None for name in (one, other)]
-    if not all(stored):
-        return any(stored)
-    size = min(first.nbytes, _SAMPLE_BYTES)
-    pages = memoryview(bytearray(size)), memoryview(bytearray(size))
-    for start in {(first.nbytes - size) * i // _SAMPLED for i in range(_SAMPLED + 1)}:
-        for name, page in zip((one, other), pages, strict=True):
-            checkpoint.read_into(name, start, page)
-        if pages[0] != pages[1]:
-            return True
-    return False
-
-
-def trained_head(model: str, head: str, embedding: str) -> MismatchError:
-    """The error of a head that differs from the embedding that config.json ties it to."""
-    what = f"its head {head} is stored and differs from {embedding}, and config.json ties the two"
-    fix = "set tie_word_embeddings to false in its config.json if the head was trained; if not, remove the head"
-    return MismatchError(what, where=model, fix=fix)
-
-
 def _merged_paths(refs: Iterable[ModelRef], stages: Mapping[str, Recipe | None]) -> list[str]:
     """Paths of models and their adapters. stages: the recipes whose results are models: these stand for their own models."""
     paths: dict[str, None] = {}
@@ -418,7 +385,8 @@ class _Assembler:
         if outputs.problems or placer.problems or any(segment.broken for r in request.regions for segment in r.segments):
             raise request.refusal(self.problems)
         dropped, lost = outputs.account.settle(self.shape, opened.donor, placements)
-        self.problems += [*lost, *self._no_copies(outputs)]
+        self.problems += lost
+        copies = self._copies(outputs)
         pipeline = Pipeline(self.inputs, self.labels, opened.donor, taken)
         ordered = _in_model_order([*outputs.steps, *pipeline.copies(outputs.dtypes)], self.matched.specs[opened.donor])
         try:
@@ -446,7 +414,7 @@ class _Assembler:
         draft.steps, draft.tables = measured.steps, list(tables)
         named = [*code_files(draft), *aligned.named, *measured.files]
         loading = self._loading(draft, donor, outputs)
-        return Prepared(draft, self.inputs, self.shape, outputs.origins, resolver, named, loading=loading)
+        return Prepared(draft, self.inputs, self.shape, outputs.origins, resolver, named, copies=copies, loading=loading)
 
     def _named(self, naming: Naming, steps: Sequence[Step], products: Sequence[Product]) -> Naming:
         """With the names of the models that are read in the metadata of image models, in place of the donor's list."""
@@ -479,15 +447,11 @@ class _Assembler:
         self._add_mismatches(outputs)
         return outputs
 
-    def _no_copies(self, outputs: StepMaker) -> Iterator[MismatchError]:
-        """Tensors that would be left out as copies and are none: a head that was trained, an embedding for each side."""
-        for model, tensor, other in outputs.copies:
-            if not surely_differ(self.inputs[model], tensor, other):
-                continue
-            what = f"its {tensor} differs from {other}, and the other models have one tensor for both"
-            fix = "merge models that all share an embedding between encoder and decoder, or none"
-            label = self.labels[model]
-            yield trained_head(label, tensor, other) if names_head(tensor) else MismatchError(what, where=label, fix=fix)
+    def _copies(self, outputs: StepMaker) -> list[TakenForCopy]:
+        """What is left out as a copy and cannot be read yet. The others are compared: those that are no copies are problems."""
+        taken = [TakenForCopy(self.inputs[model], self.labels[model], *names) for model, *names in outputs.copies]
+        self.problems += [problem for copy in taken if copy.readable and (problem := copy.problem()) is not None]
+        return [copy for copy in taken if not copy.readable]
 
     def _add_files(self, aligned: Aligned, pipeline: Pipeline, steps: Sequence[Step]) -> None:
         """Add the files of the parts of a pipeline; they replace the donor's."""

@@ -14,7 +14,7 @@ from weightsmith._base.idioms import grouped
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.sources.files import sample_files
 from weightsmith._models.structure.vocabulary import is_model_head, names_head, tie_flag, tied_substitute
-from weightsmith._planning.planner.merges import surely_differ, trained_head
+from weightsmith._planning.planner.copies import surely_differ, trained_head
 from weightsmith._plans import Plan
 from weightsmith._reports.auto.pool import Models
 from weightsmith._reports.auto.texts import CutText, cut, row_tokens

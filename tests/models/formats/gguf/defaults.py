@@ -52,7 +52,7 @@ def defaults_of(model_type: str) -> dict[str, Any]:
     settings = {
         field.name: field.default if field.default is not MISSING else field.default_factory()
         for field in fields(config)
-        if field.name not in general and not _NOT_OF_INFERENCE.fullmatch(field.name)
+        if field.name not in general and not _NOT_OF_INFERENCE.fullmatch(field.name) and field.name != "time_step_limit"
     }
     settings = {name: value for name, value in settings.items() if value is not None} | _rope_of(config)
     for alias, name in config.attribute_map.items():

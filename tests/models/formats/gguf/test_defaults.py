@@ -40,7 +40,7 @@ MODELS = LANGUAGE | {
     name: (model, config, ({} if name == "distilbert" else ENCODER) | changes)
     for name, (model, config, _, changes) in ENCODERS.items()
 }
-VISION = ("gemma3-vl", "qwen2-vl", "qwen2.5-vl")
+VISION = ("gemma3-vl", "qwen2-vl", "qwen2.5-vl", "qwen3-vl")
 UNSTATED = ("model_type", "architectures", "transformers_version", "dtype", "_name_or_path")
 """Settings that say which class it is, and those of no class."""
 PARTS = ("text_config", "rope_parameters", "rope_scaling", "full_attention", "sliding_attention")
@@ -96,7 +96,13 @@ def complete(config_class: str, settings: Mapping[str, Any], model_class: str) -
         config = getattr(transformers, config_class).from_dict(deepcopy(dict(settings)))
     except Exception:  # each class has errors of its own
         return None
-    return {**json.loads(config.to_json_string(use_diff=False)), "architectures": [model_class]}
+    stated = json.loads(config.to_json_string(use_diff=False), object_hook=_infinite)
+    return {**stated, "architectures": [model_class]}
+
+
+def _infinite(value: dict[str, Any]) -> object:
+    """Infinity, which transformers writes as an object."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 def test_the_table_is_that_of_the_installed_transformers() -> None:

@@ -214,6 +214,11 @@ FAMILIES = {
     "ministral3": "MISTRAL3",
     "qwen2-vl": "QWEN2VL",
     "qwen2.5-vl": "QWEN2VL",
+    "qwen3-vl": "QWEN3VL",
+    "qwen3-vl-moe": "QWEN3VLMOE",
+    "granite-hybrid": "GRANITE_HYBRID",
+    "granite-hybrid-moe": "GRANITE_HYBRID",
+    "granite-4": "GRANITE",
     "dots1": "DOTS1",
     "gemma4": "GEMMA4",
     "gemma4-moe": "GEMMA4",
@@ -234,7 +239,8 @@ FAMILIES = {
 }
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
 GRANITE = {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
-WRITTEN_ONLY = {"glm4-moe-lite", "qwen2-vl", "qwen2.5-vl"}
+IN_IMAGES = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe")
+WRITTEN_ONLY = {"glm4-moe-lite", "granite-4"}
 OWN: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 8},
     "gemma3-text": {"query_pre_attn_scalar": 8, "num_hidden_layers": 7, "sliding_window": 32},
@@ -243,15 +249,15 @@ OWN: dict[str, dict[str, Any]] = {
     "smollm3": {"num_hidden_layers": 5},
     "olmo3": {"num_hidden_layers": 5, "sliding_window": 8},
     "cohere2": {"num_hidden_layers": 5, "sliding_window": 8},
-    "qwen2-vl": {"text_config": {**zoo.ZOO["qwen2-vl"][2]["text_config"], "vocab_size": 262}},
-    "qwen2.5-vl": {"text_config": {**zoo.ZOO["qwen2.5-vl"][2]["text_config"], "vocab_size": 262}},
+    **{name: {"text_config": {**zoo.ZOO[name][2]["text_config"], "vocab_size": 262}} for name in IN_IMAGES},
     "deepseek-v2": {"num_hidden_layers": 27},
     "gpt-oss": {"sliding_window": 8, "num_hidden_layers": 3},
     "gemma4": {"sliding_window": 8, "use_double_wide_mlp": True},
     "gemma4-moe": {"sliding_window": 8, "final_logit_softcapping": 2.0},
     "deepseek-v3": {"num_mtp_layers": 0, "n_group": 2, "topk_group": 1, "num_hidden_layers": 3, "routed_scaling_factor": 2.5}
     | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
-    **dict.fromkeys(("granite", "granite-moe", "granite-moe-shared"), GRANITE),
+    **dict.fromkeys(("granite", "granite-moe", "granite-moe-shared", "granite-4", "granite-hybrid-moe"), GRANITE),
+    "granite-hybrid": GRANITE | {"intermediate_size": 16, "num_experts_per_tok": 0, "position_embedding_type": "nope"},
 }
 SHIFTED = ("gemma", "gemma2", "gemma3-text", "qwen3-next", "qwen3.5", "qwen3.5-moe")
 IN_PARTS = ("deepseek-v3", "granite-moe-shared", "qwen3-next", "gpt-oss")
@@ -267,7 +273,7 @@ WRITTEN_OTHERWISE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.matrix("llama", "gemma3-text", "qwen3-next", "gpt-oss", "deepseek-v2", "granite-moe")
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - WRITTEN_ONLY))
+@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {*WRITTEN_ONLY, *IN_IMAGES}))
 def test_every_family_comes_back_as_it_was(name: str, tmp_path: Path, tokenizers: dict[str, Path]) -> None:
     """Names are those of llama.cpp's own table, and tensors and settings survive the way there and back."""
     source = zoo.save(name, tmp_path / "m", 1, **OWN.get(name, {}))
@@ -290,6 +296,7 @@ def test_every_family_comes_back_as_it_was(name: str, tmp_path: Path, tokenizers
             special |= any(
                 tensor.endswith(f".{split.name}") for architecture in architectures() for split in architecture.splits
             )
+            special |= name == "granite-hybrid" and "shared_mlp" in tensor  # there the table has names of an expert's tensors
             assert ".experts." in tensor or special or f"{known.get_name(module)}.{kind}" in written
         import transformers
 
@@ -309,6 +316,106 @@ def test_every_family_comes_back_as_it_was(name: str, tmp_path: Path, tokenizers
             value = {name: number for name, number in value.items() if name not in ("max_position_embeddings", "type")}
         expected = pytest.approx(value, rel=1e-6) if isinstance(value, float) else value
         assert key in unlike or configs[1].get(key) == expected, key
+
+
+@pytest.mark.slow
+def test_a_granite_4_without_mamba_comes_back_as_a_granite_3(tmp_path: Path, tokenizers: dict[str, Path]) -> None:
+    import torch
+
+    source = zoo.save("granite-4", tmp_path / "m", 1, dtype="float32", **GRANITE, vocab_size=262)
+    (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
+    weightsmith.dequantize(quantize(source, tmp_path / "q", "f32"), tmp_path / "back", out_dtype="float32", progress=False)
+    there, back = zoo.load("granite-4", source), zoo.load("granite", tmp_path / "back")
+    assert not any([*there[1].values(), *back[1].values()])
+    with torch.inference_mode():
+        logits = [model(torch.arange(40)[None]).logits for model, _ in (there, back)]
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"layer_types": ["mamba", "other"]},
+            r"layer_types is \['mamba', 'other'\], and not attention or full_attention or mamba",
+        ),
+        ({"mamba_d_head": 8}, r"mamba_n_heads \* mamba_d_head is 32, and llama.cpp takes 64 for granted"),
+        ({"mamba_conv_bias": False}, "mamba_conv_bias is False, and llama.cpp takes True for granted"),
+        ({"time_step_limit": [0.0, 1.0]}, r"time_step_limit is \[0.0, 1.0\], and llama.cpp takes"),
+        ({"mamba_d_state": 5}, r"in_proj.weight: 2 \* mamba_expand \* hidden_size \+ 2 \* mamba_n_groups \* mamba_d_state"),
+        ({"shared_intermediate_size": 17}, "shared_intermediate_size is 17 in config.json"),
+        (
+            {"layer_types": ["attention"] * 2, "position_embedding_type": "nope"},
+            "position_embedding_type is 'nope', and llama.cpp",
+        ),
+    ],
+)
+def test_settings_of_layers_of_mamba_that_llama_cpp_does_not_have(
+    changes: dict[str, Any], words: str, tmp_path: Path, tokenizers: dict[str, Path]
+) -> None:
+    source = zoo.save("granite-hybrid", tmp_path / "m", 1, vocab_size=262)
+    (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
+    changed(source, **changes)
+    with pytest.raises(PlanError, match=words):
+        quantize(source, tmp_path / "q", "q8_0")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", IN_IMAGES)
+def test_the_language_model_of_images_comes_back_as_one_of_texts(
+    name: str, tmp_path: Path, tokenizers: dict[str, Path]
+) -> None:
+    """transformers computes the same of a text, and the file that is made of it again works with the same vision half."""
+    import torch
+
+    source = zoo.save(name, tmp_path / "m", 1, dtype="float32", **OWN[name])
+    (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
+    path = quantize(source, tmp_path / "q", "f32")
+    weightsmith.dequantize(path, tmp_path / "back", out_dtype="float32", progress=False)
+    tokens = torch.arange(40)[None]
+    config = json.loads((tmp_path / "back/config.json").read_text())
+    there, missing = zoo.load(name, source)
+    back, also_missing = zoo.load_as(config["architectures"][0], tmp_path / "back")
+    assert not any([*missing.values(), *also_missing.values()])
+    with torch.inference_mode():
+        assert torch.equal(there(tokens).logits, back(tokens).logits)
+    again = quantize(tmp_path / "back", tmp_path / "again", "f32")
+    assert stored(again) == stored(path)
+    keys = [read_gguf_header(file).keys for file in (path, again)]
+    prefix = FAMILIES[name].lower()
+    own = [{key: str(value) for key, value in values.items() if key.startswith(f"{prefix}.")} for values in keys]
+    assert own[0] == own[1]
+    assert len(own[0]) > 10
+    if name == "qwen3-vl":
+        assert own[0]["qwen3vl.n_deepstack_layers"] == "2"
+
+
+def test_experts_of_qwen3_vl_in_the_published_layout(tmp_path: Path, tokenizers: dict[str, Path]) -> None:
+    """Rows of the published tensors are llama.cpp's columns; those that newer versions of transformers write are its rows."""
+    text = {**OWN["qwen3-vl-moe"]["text_config"], "moe_intermediate_size": 24}
+    source = zoo.save("qwen3-vl-moe", tmp_path / "m", 1, text_config=text)
+    with weightsmith.open_checkpoint(source) as checkpoint:
+        tensors, config = {name: checkpoint.read(name) for name in checkpoint.specs}, checkpoint.config
+    turned = {
+        name: np.ascontiguousarray(values.swapaxes(1, 2)) if ".experts." in name else values for name, values in tensors.items()
+    }
+    assert sum(tensors[name].shape != turned[name].shape for name in tensors) == 4
+    write_checkpoint(tmp_path / "published", turned, config)
+    for folder in (source, tmp_path / "published"):
+        (folder / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
+    files = [stored(quantize(folder, tmp_path / f"q-{folder.name}", "f32")) for folder in (source, tmp_path / "published")]
+    assert files[0] == files[1]
+
+
+@pytest.mark.parametrize("layers", [3, [0, "x"], None])
+def test_deepstack_layers_that_cannot_be_read(layers: object, tmp_path: Path, tokenizers: dict[str, Path]) -> None:
+    source = zoo.save("qwen3-vl", tmp_path / "m", 1, **OWN["qwen3-vl"])
+    (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
+    config = json.loads((source / "config.json").read_text())
+    config["vision_config"]["deepstack_visual_indexes"] = layers
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(PlanError, match="deepstack_visual_indexes is"):
+        quantize(source, tmp_path / "q", "q8_0")
 
 
 def test_a_tokenizer_survives_the_way_there_and_back(tmp_path: Path, tokenizers: dict[str, Path]) -> None:
@@ -1121,9 +1228,11 @@ def test_llama_cpp_stores_the_same_bytes(mixture: str, weighted: bool, tmp_path:
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 9}
 EXPERTS = (
     *("dots1", "glm4-moe", "deepseek-v2", "deepseek-v3", "granite-moe-shared", "ernie4-5-moe", "lfm2-moe"),
-    *("qwen3-next", "qwen3.5-moe", "gpt-oss", "gemma4", "gemma4-moe"),
+    *("qwen3-next", "qwen3.5-moe", "gpt-oss", "gemma4", "gemma4-moe", "granite-hybrid", "granite-hybrid-moe"),
 )
+GRANITE_9 = {"layer_types": ["attention" if i in (2, 5, 6) else "mamba" for i in range(9)], "mamba_d_head": 128}
 WIDE_TOO: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("granite-hybrid", "granite-hybrid-moe"), GRANITE_9 | {"shared_intermediate_size": 256}),
     "lfm2-moe": {"num_hidden_layers": 9, "layer_types": ["full_attention" if i in (3, 4, 6) else "conv" for i in range(9)]},
     "deepseek-v2": {"num_hidden_layers": 27, "kv_lora_rank": 256},
     "gemma4": {"num_hidden_layers": 6, "vocab_size_per_layer_input": 262},

@@ -9,10 +9,12 @@ import gguf
 import numpy as np
 import pytest
 
-from weightsmith._base.errors import NonFinite, UnknownName, Unsupported
+from weightsmith._base.errors import FormatError, NonFinite, UnknownName, Unsupported
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._files.arrays import view_of
 from weightsmith._models.formats import Encoding, find_encoding
+from weightsmith._models.formats.gguf.architectures.granite import GraniteHybrid
+from weightsmith._models.formats.gguf.base.values import GgufConfig
 from weightsmith._models.formats.gguf.cuts import CutWeight, find_cut
 from weightsmith._models.formats.gguf.layout import TYPE_IDS
 from weightsmith._models.formats.gguf.writing import TYPES, find
@@ -27,6 +29,7 @@ BF16 = DTYPES["BF16"]
     [
         *("gguf-f32+1", "gguf-f16", "gguf-bf16/8", "gguf-q8_0", "gguf-q5_1/8", "gguf-q4_k", "gguf-iq4_nl", "gguf-f16*2"),
         *("gguf-256:q5_0[0-128]t,q4_k[128-256]", "gguf-32:f16[0-32,0+2]t,q8_0[0-32,1+2]t", "gguf-1:f32[0-1,0+2],bf16[0-1,1+2]"),
+        "gguf-32:f16[0-32,0-16]t,q8_0[0-32,16-64]t",
         *("gguf-32+:q8_0[0-8]+[16-32],f16[8-16]", "gguf-32+:q8_0[0-8],q5_0[8-32]"),
     ],
 )
@@ -160,6 +163,29 @@ def test_a_number_beyond_the_scales_is_an_error(name: str) -> None:
     encoding.encode(spec, rows, 0, [out], np.empty(0, np.float32))
 
 
+def test_a_vector_becomes_rows() -> None:
+    """Mamba's vectors are matrices in GGUF files."""
+    vector = np.log(np.arange(1, 7, dtype=np.float32))
+    spec = TensorSpec("A_log", BF16, (6,))
+    for name, shape, expected in (("gguf-f32=2", (3, 2), vector), ("gguf-f32-exp=1", (6, 1), -np.arange(1, 7))):
+        encoding = find(name)
+        assert encoding is not None
+        assert (encoding.name, [out.shape for out in encoding.outs(spec)]) == (name, [shape])
+        assert encoded(name, spec, vector[None]).view(np.float32) == pytest.approx(expected, rel=1e-6)
+    for name, other in (("gguf-f32=4", spec), ("gguf-f32=2", TensorSpec("w", BF16, (2, 6))), ("gguf-f32*2=3", spec)):
+        encoding = find(name)
+        assert encoding is not None
+        with pytest.raises(Unsupported, match="is not one of a vector that becomes plain rows of"):
+            encoding.outs(other)
+
+
+def test_groups_that_do_not_share_the_heads_evenly() -> None:
+    with pytest.raises(FormatError, match="mamba_n_groups is 3, and 64 is not a multiple of it"):
+        GraniteHybrid().columns_of(
+            "blk.0.ssm_norm.weight", GgufConfig({"mamba_expand": 2, "hidden_size": 32, "mamba_n_groups": 3})
+        )
+
+
 # ---- tensors in parts
 
 
@@ -177,6 +203,7 @@ PARTS = {
     "gguf-10:f32[0-6]t,f32[6-10]": ((30, 7), _kv_b),
     "gguf-10+:f32[0-2]+[2-7],f32[7-10]": ((30, 7), _qkvz),
     "gguf-6:f32[0-6,0+2]t,f32[0-6,1+2]t": ((3, 6, 8), lambda x: [x[:, :, k::2].swapaxes(1, 2) for k in (0, 1)]),
+    "gguf-6:f32[0-6,0-4]t,f32[0-6,4-8]t": ((3, 6, 8), lambda x: [x[:, :, :4].swapaxes(1, 2), x[:, :, 4:].swapaxes(1, 2)]),
     "gguf-6:f32[0-6]t": ((3, 6, 8), lambda x: [x.swapaxes(1, 2)]),
     "gguf-6:f32[0-3],f32[3-6]": ((3, 6, 8), lambda x: [x[:, :3], x[:, 3:]]),
     "gguf-1:f32[0-1,0+2],f32[0-1,1+2]": ((3, 8), lambda x: [x[:, ::2], x[:, 1::2]]),
@@ -233,6 +260,7 @@ def test_each_part_has_importances_of_its_own() -> None:
     [
         ("gguf-8:f16[0-9]", (8, 4), "it has no rows or columns [0-9]"),
         ("gguf-8:f16[0-8,5+6]", (8, 4), "it has no rows or columns [0-8,5+6]"),
+        ("gguf-8:f16[0-8,2-6]", (8, 4), "it has no rows or columns [0-8,2-6]"),
         ("gguf-8:f16[0-8]", (12, 4), "not one of whole bands of 8 rows"),
         ("gguf-8:f16[0-8]", (2, 4, 4), "not one of whole bands of 8 rows"),
         ("gguf-8:q8_0[0-8]t", (8, 64), "the rows of its part [0-8]t are not a multiple of 32"),

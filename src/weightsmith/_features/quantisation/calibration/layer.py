@@ -3,7 +3,8 @@ leaves it with them; and what all products of a calibration share: checks of set
 
 Attention is quantised first, then the MLP for what it receives from the quantised attention. Inputs of both are those of
 unquantised weights in the module itself. An encoding with a `hessian` chooses the codes of a weight (`Encoding.quantise`); it
-stores what it stores without one.
+stores what it stores without one. Input features may get scales first (`scaling.py`): their Hessian is then that of what enters
+the scaled weight.
 """
 
 from __future__ import annotations
@@ -12,21 +13,24 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from weightsmith._activations.decoder import Features
 from weightsmith._activations.states import check, run
 from weightsmith._activations.work import LayerWork
 from weightsmith._base.errors import WeightsmithError
 from weightsmith._base.files import FULL
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._base.torch_use import one_thread
+from weightsmith._features.quantisation.calibration.scaling import Scaling, problem_of, scaling_of
 from weightsmith._models.formats import Encoding, find_encoding, hessians
 from weightsmith._models.structure.projections import is_attention, site_of
-from weightsmith._plans import Product
+from weightsmith._plans import PLAIN, Product
+from weightsmith._plans.codec import OMITTED
 from weightsmith.abc.product import Arrays, Floats, ProductContext, ProductKind, Tasks
 from weightsmith.abc.stored import FactoredHessian, HessianForm, Unread
 
@@ -63,6 +67,8 @@ class CalibratedWork(LayerWork):
         specs = {step.out.name: step.out for step in product.steps}
         forms: dict[str, HessianForm] = {}
         for name, setting in self.encodings():
+            if setting == PLAIN:
+                continue
             try:
                 encoding = find_encoding(setting)
             except WeightsmithError as error:
@@ -161,12 +167,19 @@ _LAST = ("o_proj", "down_proj")
 class QuantisedWork(CalibratedWork):
     """Settings of the product: a layer, or the head.
 
-    weights  the encoding of each weight to quantise, by name
+    weights  the encoding of each weight to quantise, by name; `plain` for other tensors that change with the scaled features
+    scaled   input features of these weights that get scales
     """
 
     HEAD = True
 
     weights: Mapping[str, str]
+    scaled: tuple[Features, ...] = field(default=(), metadata=OMITTED)
+
+    @property
+    def quantised(self) -> dict[str, str]:
+        """The weights to quantise."""
+        return {name: encoding for name, encoding in self.weights.items() if encoding != PLAIN}
 
     def encodings(self) -> Iterable[tuple[str, str]]:
         """The names of the weights, and their encodings."""
@@ -181,17 +194,20 @@ class QuantisedWork(CalibratedWork):
         """A head has one weight."""
         if self.layer == self.base.layers and len(self.weights) != 1:
             return f"there is no layer {self.layer}, or it has other weights"
-        return CalibratedWork.problem(self, product, shapes)
+        specs = {step.out.name: step.out for step in product.steps}
+        return CalibratedWork.problem(self, product, shapes) or problem_of(self.scaled, self.weights, specs)
 
 
-def stages(weights: Mapping[str, str]) -> list[dict[str, str]]:
-    """The weights of the attention, and the others.
+def stages(weights: Mapping[str, str], scaled: Iterable[Features] = ()) -> list[dict[str, str]]:
+    """The weights of the attention, and the others. All together if some of both read the same scaled features.
 
     >>> [list(stage) for stage in stages({"l.0.mlp.up_proj.weight": "", "l.0.self_attn.q_proj.weight": ""})]
     [['l.0.self_attn.q_proj.weight'], ['l.0.mlp.up_proj.weight']]
     """
     first = {name: setting for name, setting in weights.items() if is_attention(name)}
     rest = {name: setting for name, setting in weights.items() if name not in first}
+    if any(len({is_attention(name) for name in made.readers}) > 1 for made in scaled):
+        return [dict(weights)]  # attention and MLP in parallel: the MLP receives nothing from the attention
     return [stage for stage in (first, rest) if stage]
 
 
@@ -203,15 +219,27 @@ def _compute(context: ProductContext) -> Arrays:
         return _head(context, work)
     quantised: dict[str, Arrays] = {}
     with layer_rows(context, work, 0, 0.7) as rows:
-        parts = stages(work.weights)
+        parts, specs = stages(work.quantised, work.scaled), {step.out.name: step.out for step in context.product.steps}
         for number, stage in enumerate(parts):
             if number:
-                _give(rows, parts[number - 1], quantised)
-            _quantise(rows, stage, (number / len(parts), (number + 1) / len(parts)), quantised)
+                _give(rows, work.weights, quantised)
+            first, last = number / len(parts), (number + 1) / len(parts)
+            scaling, features = Scaling(), [made for made in work.scaled if made.readers[-1] in stage]
+            if features:
+                middle = first + SCALES_SHARE * (last - first)
+                scaling, first = scaling_of(rows, features, work.weights, specs, (first, middle)), middle
+            _quantise(rows, stage, scaling, (first, last), quantised)
+            quantised |= scaling.plain
     return [array for name in work.weights for array in quantised[name]]
 
 
-def _quantise(rows: LayerRows, stage: Mapping[str, str], span: tuple[float, float], quantised: dict[str, Arrays]) -> None:
+SCALES_SHARE = 0.4
+"""The share of the progress that the search for scales takes."""
+
+
+def _quantise(
+    rows: LayerRows, stage: Mapping[str, str], scaling: Scaling, span: tuple[float, float], quantised: dict[str, Arrays]
+) -> None:
     """Quantise some weights of a layer, which itself remains as it is. span: of the progress."""
     from weightsmith._activations.running import budget
     from weightsmith._activations.sums import Forward, use_sums
@@ -220,18 +248,19 @@ def _quantise(rows: LayerRows, stage: Mapping[str, str], span: tuple[float, floa
     last = [site_of(name) for name in stage if not routed and name.split(".")[-2] in _LAST]
     forward = Forward(last=last[0] if last else "")
     if (tasks := rows.context.tasks) is not None and tasks.has_helpers():
-        _quantise_together(rows, stage, span, quantised, forward, tasks)
+        _quantise_together(rows, stage, scaling, span, quantised, forward, tasks)
         return
     factors = FactoredHessians(budget(rows.context))
 
     def quantise(inputs: Inputs, site: str, finish: Callable[[str], Any]) -> None:
         encodings = {name: find_encoding(stage[name]) for name in inputs.sites[site]}
+        first = inputs.sites[site][0]
         with (
             located(f"{site}, {rows.base.label}"),
-            factors.hessian(inputs, site, finish, encodings.values()) as hessian,
+            factors.hessian(inputs, site, lambda key: scaling.gram(first, finish(key)), encodings.values()) as hessian,
         ):
             for name, encoding in encodings.items():
-                quantised[name] = encoding.quantise(_weight(rows, name), hessian, rows.context.threads)
+                quantised[name] = encoding.quantise(scaling.weight(name, _weight(rows, name)), hessian, rows.context.threads)
 
     use_sums(rows, list(stage), quantise, span=span, forward=forward)
 
@@ -247,6 +276,7 @@ def _weight(rows: LayerRows, name: str) -> Floats:
 def _quantise_together(
     rows: LayerRows,
     stage: Mapping[str, str],
+    scaling: Scaling,
     span: tuple[float, float],
     quantised: dict[str, Arrays],
     forward: Forward,
@@ -260,18 +290,19 @@ def _quantise_together(
 
     def offer(inputs: Inputs, site: str, finish: Callable[[str], Any]) -> None:
         names, where = inputs.sites[site], f"{site}, {rows.base.label}"
-        array: Floats | None = finish(site)
+        array = scaling.gram(names[0], finish(site))
         form = find_encoding(stage[names[0]]).hessian
         try:
             hessian = "" if array is None else tasks.put(array)
-            arrays = {name: tasks.put(_weight(rows, name)) for name in names}
+            arrays = {name: tasks.put(scaling.weight(name, _weight(rows, name))) for name in names}
         except OSError as error:
             if error.errno not in FULL:
                 raise
             with located(where):  # no room for tasks: this process does them
                 factored = factorised(array, form, rows.context.threads)
                 for name in names:
-                    quantised[name] = find_encoding(stage[name]).quantise(_weight(rows, name), factored, rows.context.threads)
+                    weight = scaling.weight(name, _weight(rows, name))
+                    quantised[name] = find_encoding(stage[name]).quantise(weight, factored, rows.context.threads)
             return
         for some in [[name] for name in names] if form == "whole" else [names]:  # each weight makes of it what it needs
             cost = sum(rows.layer.linear(name).weight.numel() for name in some) + inputs.width(site) ** 2
@@ -336,16 +367,20 @@ def quantise_task(task: Mapping[str, Any], tasks: Tasks, threads: int) -> Arrays
         ]
 
 
-def _give(rows: LayerRows, stage: Mapping[str, str], quantised: Mapping[str, Arrays]) -> None:
-    """Give a layer its quantised weights."""
+def _give(rows: LayerRows, weights: Mapping[str, str], quantised: Mapping[str, Arrays]) -> None:
+    """Give a layer its quantised weights, and what changes with them. weights: encodings by name."""
+    import torch
+
     from weightsmith._activations.running import workers
 
     def give(name: str) -> None:
-        shape = tuple(rows.layer.linear(name).weight.shape)
-        set_weight(rows.layer, name, find_encoding(stage[name]).dequantise(quantised[name], shape))
+        parameter = rows.layer.weights[name]
+        value = find_encoding(weights[name]).dequantise(quantised[name], tuple(parameter.shape))
+        with torch.no_grad():
+            parameter.copy_(torch.from_numpy(value))
 
     with workers(rows.context.threads, "cpu") as pool:
-        list(pool.map(give, stage))
+        list(pool.map(give, quantised))
 
 
 def _head(context: ProductContext, work: QuantisedWork) -> Arrays:

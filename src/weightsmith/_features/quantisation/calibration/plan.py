@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import PurePath
+from types import MappingProxyType
 
+from weightsmith._activations.decoder import Features
 from weightsmith._activations.model import TextRun, result_of, text_for
 from weightsmith._activations.rows import BUILT_IN
 from weightsmith._base.errors import PlanError, Unsupported
@@ -16,12 +19,13 @@ from weightsmith._features.quantisation.base import MEASURED
 from weightsmith._features.quantisation.calibration.activations import LargestStateWork, ScalesWork, attention_of, collected
 from weightsmith._features.quantisation.calibration.costs import BlocksWork, MeasureWork, ScoreWork, VocabularyWork, shape_of
 from weightsmith._features.quantisation.calibration.layer import CalibratedWork, QuantisedStatesWork, QuantisedWork
+from weightsmith._features.quantisation.calibration.scaling import chosen_features, scaled_weights
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.formats import Encoding, find_cache, find_encoding
 from weightsmith._models.formats.engines import find_engine
 from weightsmith._models.structure.vocabulary import is_embedding
 from weightsmith._planning.planner.prepared import Prepared
-from weightsmith._plans import COPY, PRODUCTS, FollowUp, PlanDraft, Product, Read, Step
+from weightsmith._plans import COPY, PLAIN, PRODUCTS, FollowUp, PlanDraft, Product, Read, Step
 from weightsmith.abc.stored import CacheEncoding
 
 INSTEAD = "; or use --calibration none, which needs no forward pass"
@@ -84,12 +88,18 @@ def calibrate(chain: Chain, draft: PlanDraft, prefix: str = "", *, cache: CacheE
     states = chain.embedding(chain.text_rows)
     products = [chain.text_rows, states]
     inside: set[str] = set()
+    scaled: set[str] = set()
+    changed: dict[str, str] = {}
+    scales = [name for name, step in encoded.items() if find_encoding(step.encoding).scaled]
     float16 = {find_encoding(step.encoding).float16 for step in calibrated} - {"no"}
     largest: list[Product] = []
     for layer in range(chain.layers):
         of_layer = {name: encoded[name] for name in chain.names(layer) if name in encoded}
         inside.update(of_layer)
-        quantised = chain.quantised(f"layer {layer}", layer, states, of_layer)
+        features, plain = chain.features(layer, of_layer) if scales else ((), {})
+        changed |= plain
+        scaled |= scaled_weights(features)
+        quantised = chain.quantised(f"layer {layer}", layer, states, of_layer, features, plain)
         products += [quantised, *(chain.scales(layer, states, "", (), cache) if cache else ())]
         states = chain.quantised_states(layer, states, quantised)
         products.append(states)
@@ -104,7 +114,11 @@ def calibrate(chain: Chain, draft: PlanDraft, prefix: str = "", *, cache: CacheE
     steps: list[Step] = []
     for step in draft.steps:
         copies = [Step(out, COPY, (Read(PRODUCTS, out.name),)) for out in step.outs]
-        steps += copies if step in calibrated else [step]
+        is_copied = step in calibrated or step.out.name.removeprefix(prefix) in changed
+        steps += copies if is_copied else [step]
+    if unscaled := [name for name in scales if name in inside and name not in scaled]:
+        what = f"{len(unscaled):,} of {len(scales):,} weights are quantised without scales for their inputs, which"
+        draft.warn(f"{what} something else reads, too, or which what makes them cannot be divided by", unscaled[0])
     draft.steps = with_scales(steps, products)
     chain.add_to(draft, products)
 
@@ -183,11 +197,37 @@ class Chain(TextRun):
         dataset = source if source == BUILT_IN else PurePath(source).name
         return {"rows": self.text.rows, "length": self.text.tokens, "dataset": dataset}
 
-    def quantised(self, name: str, layer: int, states: Product, encoded: Mapping[str, Step]) -> Product:
-        """The quantised weights of a layer, or the head after the last. encoded: steps of the quantised plan."""
-        outs = tuple(out for step in encoded.values() for out in step.outs)
+    def features(self, layer: int, encoded: Mapping[str, Step]) -> tuple[tuple[Features, ...], dict[str, str]]:
+        """The input features of quantised weights of a layer that get scales: `chosen_features`."""
+        from weightsmith._activations.running import decoder_of
+
+        specs = {step.out.name: step.out for step in self.steps(layer)}
         weights = {weight: step.encoding for weight, step in encoded.items()}
-        work = QuantisedWork(self.base, self.packages, layer, states.name, weights)
+        return chosen_features(decoder_of(self.base).scalable(layer, self._shapes), weights, specs)
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Those of all the model's tensors, by name."""
+        return {step.out.name: step.out.shape for step in self._model.steps}
+
+    def quantised(
+        self,
+        name: str,
+        layer: int,
+        states: Product,
+        encoded: Mapping[str, Step],
+        features: tuple[Features, ...] = (),
+        plain: Mapping[str, str] = MappingProxyType({}),
+    ) -> Product:
+        """The quantised weights of a layer, or the head after the last.
+
+        encoded          steps of the quantised plan
+        features, plain  input features that get scales, and what changes with them (`features`)
+        """
+        changed = tuple(step.out for step in self.steps(layer) if step.out.name in plain)
+        outs = (*(out for step in encoded.values() for out in step.outs), *changed)
+        weights = {weight: step.encoding for weight, step in encoded.items()} | {out.name: PLAIN for out in changed}
+        work = QuantisedWork(self.base, self.packages, layer, states.name, weights, features)
         return self.product(name, "quantised_layer", outs, work, self.steps(layer), (states,))
 
     def quantised_states(self, layer: int, states: Product, quantised: Product) -> Product:

@@ -7,7 +7,7 @@ from itertools import islice
 
 from weightsmith._engine.products import OWN
 from weightsmith._models.formats import find_encoding
-from weightsmith._plans import Plan, PlanDraft, Product, Step
+from weightsmith._plans import PLAIN, Plan, PlanDraft, Product, Step
 
 CALIBRATED = "calibrated: quantised for what enters the layer"
 
@@ -28,7 +28,10 @@ def by_weight(plan: Plan) -> Plan:
             outs = find_encoding(encoding).outs(step.out)
             stored = tuple(islice(arrays, len(outs)))
             out = replace(step.out, name=stored[0].name.removesuffix(outs[0].name) + name)
-            weight = replace(step, out=out, encoding=encoding, stored=stored, needs=(*step.needs, product.name))
+            if encoding == PLAIN:
+                weight = replace(step, out=out, needs=(*step.needs, product.name))
+            else:
+                weight = replace(step, out=out, encoding=encoding, stored=stored, needs=(*step.needs, product.name))
             by_array |= dict.fromkeys((array.name for array in stored), weight)
     if not by_array and not scales:
         return plan
@@ -41,7 +44,7 @@ def by_weight(plan: Plan) -> Plan:
 def calibrated_weights(plan: Plan) -> frozenset[str]:
     """The weights of a plan by weight that are calibrated."""
     makers = {product.name for product in plan.products if product.op == "quantised_layer"}
-    return frozenset(step.out.name for step in plan.steps if not makers.isdisjoint(step.needs))
+    return frozenset(step.out.name for step in plan.steps if step.encoding != PLAIN and not makers.isdisjoint(step.needs))
 
 
 _CALIBRATION = "weightsmith._features.quantisation.calibration.", "weightsmith._activations."

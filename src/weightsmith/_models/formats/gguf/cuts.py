@@ -4,6 +4,7 @@ Those in parts are written by one encoding, and put together again when they are
 
     gguf-256:q5_0[0-128]t,q4_k[128-256]         of every 256 rows, the first 128 transposed, and the others
     gguf-32:f16[0-32,0+2]t,f16[0-32,1+2]t       of every 32 rows, the even columns transposed, and the odd ones
+    gguf-32:f16[0-32,0-8]t,f16[0-32,8-16]t      of every 32 rows, the first 8 columns transposed, and the second 8
     gguf-32+:f16[0-8]+[16-24],f16[8-16]         of every 32 rows, some: the first 8 of all bands, and then the third 8
 
 A matrix is a run of bands, each of as many rows; the experts of a layer are one band each. Of every band, each part takes some
@@ -38,30 +39,39 @@ from weightsmith.abc.tensors import Tensors
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The slice that a part takes of each band: rows first … end, and the columns `column`, `column + step`, …"""
+    """The slice that a part takes of each band: rows first … end, and the columns `column`, `column + step`, …
+
+    stop  the column before which they end; 0: the last
+    """
 
     first: int
     end: int
     column: int = 0
     step: int = 1
     transposed: bool = False
+    stop: int = 0
 
     @property
     def rows(self) -> int:
         return self.end - self.first
 
+    @property
+    def moved(self) -> bool:
+        """Whether it is more than a run of rows."""
+        return self.step > 1 or self.stop > 0 or self.transposed
+
     def shape(self, cols: int) -> tuple[int, int]:
         """The shape that this part has in a band of `cols` columns."""
-        taken = len(range(self.column, cols, self.step))
+        taken = len(range(self.column, min(self.stop or cols, cols), self.step))
         return (taken, self.rows) if self.transposed else (self.rows, taken)
 
     def of(self, band: Rows) -> Rows:
         """The part of some bands [bands, rows, cols]: float32 [bands, …, …], a view."""
-        part = band[:, self.first : self.end, self.column :: self.step]
+        part = band[:, self.first : self.end, self.column : self.stop or None : self.step]
         return part.swapaxes(1, 2) if self.transposed else part
 
     def __str__(self) -> str:
-        columns = f",{self.column}+{self.step}" if self.step > 1 else ""
+        columns = f",{self.column}-{self.stop}" if self.stop else f",{self.column}+{self.step}" if self.step > 1 else ""
         return f"[{self.first}-{self.end}{columns}]{'t' if self.transposed else ''}"
 
 
@@ -88,8 +98,13 @@ def pieces_of(split: SplitTensor, config: GgufConfig, shape: tuple[int, ...]) ->
         rows = " + ".join(str(size) for sizes_of_part in sizes for size in sizes_of_part)
         what = f"its {math.prod(shape[:-1]):,} rows are not {rows}, once or several times"
         raise FormatError(what, where=split.name, fix="repair config.json, or download the model again")
-    if split.columns:
+    if split.columns == "alternate":
         return height, tuple((Piece(0, height, i, count, part.transposed),) for i, part in enumerate(split.parts))
+    if split.columns == "runs":
+        wide = shape[-1] // count
+        return height, tuple(
+            (Piece(0, height, i * wide, 1, part.transposed, (i + 1) * wide),) for i, part in enumerate(split.parts)
+        )
     all_pieces, end = list[Pieces](), 0
     for sizes_of_part, part in zip(sizes, split.parts, strict=True):
         pieces = []
@@ -169,7 +184,7 @@ class CutEncoding(Encoding):
             return f"its shape {list(spec.shape)} is not one of whole bands of {self.height:,} rows"
         for dtype, pieces in self.parts:
             for piece in pieces:
-                if piece.end > self.height or min(piece.shape(spec.shape[-1])) < 1:
+                if piece.end > self.height or piece.stop > spec.shape[-1] or min(piece.shape(spec.shape[-1])) < 1:
                     return f"it has no rows or columns {piece}"
                 if piece.shape(spec.shape[-1])[1] % dtype.block:
                     return f"the rows of its part {piece} are not a multiple of {dtype.block}"
@@ -221,14 +236,14 @@ class CutEncoding(Encoding):
 _NUMBER = "(0|[1-9][0-9]{0,8})"
 _NAME = re.compile(r"gguf-([1-9][0-9]{0,8})(\+?):(.+)")
 _PART = re.compile(r"([a-z0-9_]+)(\[.+)")
-_PIECE = re.compile(rf"\[{_NUMBER}-{_NUMBER}(?:,{_NUMBER}\+([2-9]))?\](t?)")
+_PIECE = re.compile(rf"\[{_NUMBER}-{_NUMBER}(?:,{_NUMBER}(?:\+([2-9])|-{_NUMBER}))?\](t?)")
 
 
 def find_cut(name: str) -> CutEncoding | None:
     """The encoding of a name; None for a name that is none of them.
 
     >>> find_cut("gguf-8:f16[0-6,1+2]t").parts[0][1], find_cut("gguf-8:f16[6-6]"), find_cut("gguf-q4_k")
-    ((Piece(first=0, end=6, column=1, step=2, transposed=True),), None, None)
+    ((Piece(first=0, end=6, column=1, step=2, transposed=True, stop=0),), None, None)
     """
     match = _NAME.fullmatch(name)
     if match is None:
@@ -240,15 +255,18 @@ def find_cut(name: str) -> CutEncoding | None:
         pieces = [] if part is None else [_PIECE.fullmatch(piece) for piece in re.split(r"\+(?=\[)", part[2])]
         if dtype is None or not all(piece is not None and int(piece[1]) < int(piece[2]) for piece in pieces):
             return None
-        parts.append((dtype, tuple(_piece(piece) for piece in pieces if piece is not None)))
+        read = tuple(_piece(piece) for piece in pieces if piece is not None)
+        if any(piece.stop <= piece.column for piece in read if piece.stop):
+            return None
+        parts.append((dtype, read))
     encoding = CutEncoding(int(match[1]), tuple(parts), bool(match[2]))
-    moved = any(piece.step > 1 or piece.transposed for _, pieces in parts for piece in pieces)
+    moved = any(piece.moved for _, pieces in parts for piece in pieces)
     several = any(len(pieces) > 1 for _, pieces in parts)
     return encoding if encoding.name == name and not (moved if encoding.flat else several) else None
 
 
 def _piece(match: re.Match[str]) -> Piece:
-    return Piece(int(match[1]), int(match[2]), int(match[3] or 0), int(match[4] or 1), bool(match[5]))
+    return Piece(int(match[1]), int(match[2]), int(match[3] or 0), int(match[4] or 1), bool(match[6]), int(match[5] or 0))
 
 
 # ---- reading

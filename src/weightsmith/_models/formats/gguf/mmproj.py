@@ -63,7 +63,7 @@ def vision_half(
     number = next(known.number for known in MIXTURES if known.name == plain)
     images = half.images(config, _processor(files))
     keys = half.keys(images, embedding.out.shape[-1], number)
-    places = {step.out.name: half.names(step.out.name) for step in steps}
+    places = {step.out.name: half.names(step.out.name, images) for step in steps}
     if unknown := [name for name, names in places.items() if names is None]:
         raise Unsupported(f"llama.cpp knows no such tensor in the vision half of {half.model_type}", where=unknown[0])
     known = {name: names for name, names in places.items() if names is not None}

@@ -521,7 +521,8 @@ def _stored_as(steps: Sequence[Step], model: _Model) -> list[_Stored]:
     for step in steps:
         place = model.architecture.place(step.out.name)
         if split := model.architecture.split_of(step.out.name):
-            stored[step.out.name] = _in_parts(step, *split, model.config)
+            cut = model.architecture.cut(split[0], model.config, step.out.shape)
+            stored[step.out.name] = _in_parts(step, cut, split[1], model.config)
         elif place is None:
             what = f"llama.cpp knows no such tensor in a model of the type {model.architecture.model_types[0]}"
             unknown.append(Unsupported(what, where=step.out.name, fix="choose another format, such as fp8-dynamic"))
@@ -564,7 +565,7 @@ def _in_parts(step: Step, split: SplitTensor, layer: str, config: GgufConfig) ->
     if not any(count_of_rows % height for count_of_rows in rows):
         return [_Stored(step, specs, height, parts, split.flat)]
     count = len(parts)
-    moved = split.flat or any(piece.step > 1 or piece.transposed for pieces in parts for piece in pieces)
+    moved = split.flat or any(piece.moved for pieces in parts for piece in pieces)
     if moved or rows != [piece.rows for pieces in parts for piece in pieces] * (len(rows) // count):
         what = "llama.cpp stores it in parts that the merge does not compute one by one"
         raise Unsupported(what, where=step.out.name, fix=f"merge without {named('quantize')}, then quantise the result")
@@ -607,7 +608,8 @@ def _encoded(stored: _Stored, kinds: Sequence[str], importances: Importances, mo
         head_rows, decays = spec.shape[0] // turned if turned else 0, is_decay(spec.name)
         shift, skipped = architecture.shift_of(spec.name), architecture.rows_skipped(spec.name, config)
         factored = kinds[0] == model.mixture.name == _FACTORED
-        encoding = GgufEncoding(dtypes[0], head_rows, shift, decays, skipped=skipped, factored=factored)
+        columns = architecture.columns_of(spec.name, config)
+        encoding = GgufEncoding(dtypes[0], head_rows, shift, decays, skipped=skipped, factored=factored, columns=columns)
     tables, weighted = list[Floats](), -1
     for part, kind in zip(stored.specs, kinds, strict=True):
         values = _importances(importances, part, kind, model.mixture) if TYPES[kind].block > 1 else None

@@ -60,7 +60,7 @@ _LARGEST_NVFP4 = np.float32(6 * 448)
 _LARGEST_POWER = 88.7
 """The largest power of e that a float32 holds, rounded down."""
 _NAME = re.compile(
-    r"gguf-([a-z0-9_]+)(?:/([1-9][0-9]{0,5}))?(\+1|-exp|-scaled)?(?::([1-9][0-9]{0,3}))?(?:\*([2-9])(?:@([1-9]))?)?"
+    r"gguf-([a-z0-9_]+)(?:/([1-9][0-9]{0,5}))?(\+1|-exp|-scaled)?(?::([1-9][0-9]{0,3}))?(?:\*([2-9])(?:@([1-9]))?)?(?:=([1-9][0-9]{0,8}))?"
 )
 
 
@@ -100,6 +100,7 @@ class GgufEncoding(OneType):
     pieces     number of equal pieces that are tensors of their own
     axis       dimension that is cut into pieces; other than 0, it has a place for each, and the pieces do not have it
     skipped    number of rows at the start that are left out
+    columns    of the matrix that a vector is stored as; 0: it stays a vector
     factored   whether rows are divided by a number, which a tensor of its own has, so that the largest scale of 16 elements is
                the largest of float8: NVFP4 alone
     """
@@ -111,6 +112,7 @@ class GgufEncoding(OneType):
     axis: int = 0
     skipped: int = 0
     factored: bool = False
+    columns: int = 0
 
     @property
     def name(self) -> str:
@@ -119,7 +121,8 @@ class GgufEncoding(OneType):
         pieces = "" if self.pieces == 1 else f"*{self.pieces}{f'@{self.axis}' if self.axis else ''}"
         change = "+1" if self.shift else "-exp" if self.decays else "-scaled" if self.factored else ""
         change = change or (f":{self.skipped}" if self.skipped else "")
-        return f"{PREFIX}{self.dtype.name.lower()}{heads}{change}{pieces}"
+        columns = f"={self.columns}" if self.columns else ""
+        return f"{PREFIX}{self.dtype.name.lower()}{heads}{change}{pieces}{columns}"
 
     @property
     def importances(self) -> Importances:
@@ -154,6 +157,8 @@ class GgufEncoding(OneType):
             return f"its {spec.shape[0]:,} rows are not whole heads of {self.head_rows}"
         if self.factored and (self.dtype.name != "NVFP4" or self.shift or self.decays):
             return "only NVFP4 has a number by which rows are divided"
+        if self.columns and (len(spec.shape) != 1 or spec.shape[0] % self.columns or self.dtype.block > 1 or self.pieces > 1):
+            return f"its shape {list(spec.shape)} is not one of a vector that becomes plain rows of {self.columns:,}"
         changed = self.dtype.block > 1 or self.head_rows or self.shift or self.decays
         if self.pieces > 1 and (changed or self.skipped):
             return "pieces are plain numbers"
@@ -172,6 +177,8 @@ class GgufEncoding(OneType):
         shape = spec.shape
         if self.pieces > 1:
             shape = shape[: self.axis] + shape[self.axis + 1 :] if self.axis else (shape[0] // self.pieces, *shape[1:])
+        elif self.columns:
+            shape = shape[0] // self.columns, self.columns
         elif self.skipped:
             shape = shape[0] - self.skipped, *shape[1:]
         elif len(shape) == 3 and shape[0] > 1 == shape[1]:
@@ -302,7 +309,8 @@ def find(name: str) -> GgufEncoding | None:
         return None
     shift, decays = 1.0 if match[3] == "+1" else 0.0, match[3] == "-exp"
     skipped, pieces, axis = int(match[4] or 0), int(match[5] or 1), int(match[6] or 0)
-    return GgufEncoding(dtype, int(match[2] or 0), shift, decays, pieces, axis, skipped, match[3] == "-scaled")
+    factored, columns = match[3] == "-scaled", int(match[7] or 0)
+    return GgufEncoding(dtype, int(match[2] or 0), shift, decays, pieces, axis, skipped, factored, columns)
 
 
 # ---- ggml's blocks of numbers, and llama.cpp's order of rows

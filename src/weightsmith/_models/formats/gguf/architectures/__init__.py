@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from weightsmith._models.formats.gguf.base.vision import VisionHalf
 
 NAMES = (
-    "llama", "mistral", "qwen", "qwen_next", "qwen_vl", "gemma", "phi", "deepseek", "glm", "gpt_oss", "granite", "olmo",
+    "llama", "mistral", "qwen_vl", "qwen", "qwen_next", "gemma", "phi", "deepseek", "glm", "gpt_oss", "granite", "olmo",
     "cohere", "smollm", "internvl", "lfm2", "ernie", "exaone", "nemotron", "starcoder", "stablelm", "hunyuan", "seed_oss",
     "dots1", "arcee", "minimax", "bert", "modernbert", "nomic", "jina", "eurobert",
 )  # fmt: skip
-"""weightsmith's files."""
+"""weightsmith's files. Those whose `fits` tells them from others with the same `model_type` are before these."""
 
 FAMILIES = Plugins(
     "GGUF architecture",
@@ -34,8 +34,10 @@ FAMILIES = Plugins(
     {name: f"weightsmith._models.formats.gguf.architectures.{name}:FAMILY" for name in NAMES},
 )
 
-_SEVERAL_PARTS = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
-"""What config.json of a model of several parts says beside its `text_config`."""
+_SEVERAL_PARTS = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "vision_config")
+"""What config.json of a model of several parts says beside its `text_config`, and its language model needs."""
+_UNTIED = ("qwen3_vl_moe",)
+"""Models of several parts that are untied by default, whatever their `text_config` says."""
 
 
 def architectures() -> Iterator[GgufArchitecture]:
@@ -92,6 +94,7 @@ def text_config(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
         whole = {
             "model_type": whole.get("model_type"),
             **text,
+            **({"tie_word_embeddings": False} if whole.get("model_type") in _UNTIED else {}),
             **{name: whole[name] for name in _SEVERAL_PARTS if whole.get(name) is not None},
         }
     architecture = find_architecture(whole)

@@ -21,13 +21,13 @@ class GptOss(GgufArchitecture):
         SplitTensor(
             "mlp.experts.gate_up_proj",
             (SplitPart("ffn_gate_exps.weight", transposed=True), SplitPart("ffn_up_exps.weight", transposed=True)),
-            columns=True,
+            columns="alternate",
         ),
         SplitTensor("mlp.experts.down_proj", (SplitPart("ffn_down_exps.weight", transposed=True),)),
         SplitTensor(
             "mlp.experts.gate_up_proj_bias",
             (SplitPart("ffn_gate_exps.bias"), SplitPart("ffn_up_exps.bias")),
-            columns=True,
+            columns="alternate",
             bands=True,
         ),
     )

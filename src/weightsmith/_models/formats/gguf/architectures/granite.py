@@ -1,12 +1,26 @@
-"""Granite, with and without experts, and with experts that all tokens share."""
+"""Granite, with and without experts, and with experts that all tokens share; Granite 4, which has layers of Mamba 2."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
-from weightsmith._models.formats.gguf.base.architecture import GgufArchitecture, GgufFamily, GgufKey
-from weightsmith._models.formats.gguf.base.tensors import ATTENTION, MLP_NORM, SplitPart, SplitTensor
-from weightsmith._models.formats.gguf.base.values import GgufValues
+from weightsmith._models.formats.gguf.base.architecture import Contents, GgufArchitecture, GgufFamily, GgufKey
+from weightsmith._models.formats.gguf.base.mamba import (
+    INNER,
+    KV_HEADS,
+    MAMBA_SHAPES,
+    layer_kinds,
+    mamba_bare,
+    mamba_flat,
+    mamba_layer,
+    put_kv_heads,
+    take_inner,
+    take_kv_heads,
+)
+from weightsmith._models.formats.gguf.base.tensors import ATTENTION, LAYER_SHAPES, MLP_NORM, SplitPart, SplitTensor
+from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufKeys, GgufValues
 
 _NUMBERS = (
     GgufKey("attention.scale", "attention_multiplier", "f32"),
@@ -59,4 +73,115 @@ class GraniteMoeShared(GraniteMoe):
         return super().owns(values) and _SHARED_WIDTH in values
 
 
-FAMILY = GgufFamily((Granite(), GraniteMoeShared(), GraniteMoe()))
+_ATTENDS, _MAMBA = ("attention", "full_attention"), ("mamba", "linear_attention")
+"""Kinds of layers, as published and as newer versions of transformers write them."""
+_SHARED = "shared_intermediate_size"
+_ROPE = "rope.scaling.finetuned"
+_NO_LIMIT = ([0, math.inf], [0, {"__float__": "Infinity"}])
+"""What `time_step_limit` is where there is none: as JSON of Python has it, and as transformers writes it."""
+_SHARED_MLP = SplitTensor("shared_mlp.input_linear.weight", (SplitPart("ffn_gate.weight"), SplitPart("ffn_up.weight")))
+
+
+def _inner(config: GgufConfig) -> int:
+    return config.count("mamba_expand") * config.count("hidden_size")
+
+
+def _kinds(config: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether a Granite 4 has layers of Mamba, and experts."""
+    types = config.get("layer_types")
+    return not (isinstance(types, list) and all(kind in _ATTENDS for kind in types)), config.get("num_local_experts", 8) != 0
+
+
+class GraniteHybrid(GgufArchitecture):
+    """Granite 4 with layers of Mamba 2."""
+
+    name = "granitehybrid"
+    class_name = "GraniteMoeHybridForCausalLM"
+    model_types = ("granitemoehybrid",)
+    layer = {**ATTENTION, **MLP_NORM, **mamba_layer("mamba"), "ffn_down": "shared_mlp.output_linear"}
+    bare = mamba_bare("mamba")
+    splits: ClassVar[tuple[SplitTensor, ...]] = (_SHARED_MLP,)
+    shapes = {**LAYER_SHAPES, **MAMBA_SHAPES}
+    setting_names: ClassVar[Mapping[str, str]] = {
+        KV_HEADS: "num_key_value_heads (0 in layers of Mamba, which layer_types states)",
+        INNER: "mamba_expand * hidden_size",
+        "feed_forward_length": _SHARED,
+    }
+    rotated = True
+    numbers: ClassVar[tuple[GgufKey, ...]] = (
+        *_NUMBERS,
+        GgufKey("ssm.conv_kernel", "mamba_d_conv"),
+        GgufKey("ssm.state_size", "mamba_d_state"),
+        GgufKey("ssm.group_count", "mamba_n_groups"),
+        GgufKey("ssm.time_step_rank", "mamba_n_heads"),
+    )
+    fixed = {"attention_bias": False, "mamba_conv_bias": True, "mamba_proj_bias": False}
+    flat = mamba_flat(_inner, "mamba_n_groups")
+
+    def owns(self, values: GgufValues) -> bool:
+        return ("expert_count" in values) == bool(self.experts)
+
+    def fits(self, config: Mapping[str, Any]) -> bool:
+        return _kinds(config) == (True, bool(self.experts))
+
+    def check(self, config: GgufConfig) -> None:
+        super().check(config)
+        limit = config.get("time_step_limit")
+        config.need("time_step_limit", None if limit in _NO_LIMIT else limit, None)
+
+    def put_more(self, config: GgufConfig, keys: GgufKeys) -> None:
+        attends = layer_kinds(config, _ATTENDS, _MAMBA)
+        heads = config.count("num_key_value_heads", config.count("num_attention_heads"))
+        put_kv_heads(attends, heads, keys)
+        keys.u32(INNER, _inner(config))
+        width, count = config.get("mamba_d_head"), config.count("mamba_n_heads")
+        if width not in (None, "auto"):
+            config.need("mamba_n_heads * mamba_d_head", config.count("mamba_d_head") * count, _inner(config))
+        if not self.experts:  # their width has no effect then
+            keys.u32("feed_forward_length", config.count(_SHARED))
+        keys.u32(_SHARED_WIDTH, config.count(_SHARED))
+        keys.put(_ROPE, "bool", config.get("position_embedding_type") == "rope")
+
+    def take_size(self, values: GgufValues, config: dict[str, Any], name: str, setting: str) -> None:
+        if name != KV_HEADS:  # one for each layer
+            super().take_size(values, config, name, setting)
+
+    def take_more(self, values: GgufValues, config: dict[str, Any], contents: Contents) -> None:
+        heads, attends = take_kv_heads(values, config["num_hidden_layers"])
+        config["num_key_value_heads"] = heads
+        config["layer_types"] = ["full_attention" if here else "linear_attention" for here in attends]
+        config["mamba_expand"] = take_inner(values, config["hidden_size"], config["mamba_n_heads"])
+        config["mamba_d_head"] = config["mamba_expand"] * config["hidden_size"] // config["mamba_n_heads"]
+        config["position_embedding_type"] = "rope" if values.truth(_ROPE, True) else "nope"
+        config[_SHARED] = values.count(_SHARED_WIDTH, config["intermediate_size"])
+        if not self.experts:
+            config["num_local_experts"] = config["num_experts_per_tok"] = 0
+
+
+class GraniteHybridMoe(GraniteHybrid):
+    """Granite 4 with layers of Mamba 2 and experts."""
+
+    layer = {**GraniteMoe.layer, **mamba_layer("mamba")}
+    splits = GraniteMoe.splits
+    setting_names = {name: setting for name, setting in GraniteHybrid.setting_names.items() if setting != _SHARED}
+    experts = "num_local_experts"
+
+
+class GraniteFour(Granite):
+    """Granite 4 of layers with attention alone and no experts, which is a Granite 3 under other names: it is read as that."""
+
+    model_types = ("granitemoehybrid",)
+    readable = False
+    layer = {**ATTENTION, **MLP_NORM, "ffn_down": "shared_mlp.output_linear"}
+    splits = (_SHARED_MLP,)
+    sizes = {**Granite.sizes, "feed_forward_length": _SHARED}
+
+    def fits(self, config: Mapping[str, Any]) -> bool:
+        return _kinds(config) == (False, False)
+
+    def check(self, config: GgufConfig) -> None:
+        super().check(config)
+        config.need("position_embedding_type", config.get("position_embedding_type"), "rope")
+
+
+FAMILY = GgufFamily((Granite(), GraniteFour(), GraniteMoeShared(), GraniteMoe(), GraniteHybridMoe(), GraniteHybrid()))

@@ -42,7 +42,7 @@ class Qwen3(GgufArchitecture):
 
     name = "qwen3"
     class_name = "Qwen3ForCausalLM"
-    model_types = ("qwen3",)
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3",)
     factored = True
     layer = {**ATTENTION, **HEAD_NORMS, **MLP, **MLP_NORM}
 
@@ -52,7 +52,7 @@ class Qwen3Moe(GgufArchitecture):
 
     name = "qwen3moe"
     class_name = "Qwen3MoeForCausalLM"
-    model_types = ("qwen3_moe",)
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_moe",)
     factored = True
     layer = {**ATTENTION, **HEAD_NORMS, **MLP_NORM, **ROUTER, **EXPERTS}
     experts = "num_experts"

@@ -92,12 +92,12 @@ class DeltaNet(GgufArchitecture):
             raise values.wrong("ssm.inner_size", inner, f"and not a multiple of the {heads:,} value heads")
         config["linear_value_head_dim"] = inner // heads
         every = values.count("full_attention_interval", 4)
-        if isinstance(sections := values.get(_SECTIONS), np.ndarray):
+        if sections := take_sections(values):
             config["rope_parameters"] = {
                 "rope_type": "default",
                 "rope_theta": config["rope_theta"],
                 "partial_rotary_factor": config.get("partial_rotary_factor", self.partial),
-                "mrope_section": sections.tolist()[:3],
+                "mrope_section": sections,
             }
         layers = range(1, config["num_hidden_layers"] + 1)
         config["layer_types"] = ["linear_attention" if i % every else "full_attention" for i in layers]
@@ -205,6 +205,12 @@ def put_sections(config: GgufConfig, rope: dict[str, Any], turned: int, default:
         raise config.wrong("mrope_section", sections, "and not three whole numbers")
     config.need("sum of mrope_section", sum(sections), turned // 2)
     keys.put(_SECTIONS, "i32", [*sections, 0])
+
+
+def take_sections(values: GgufValues) -> list[int]:
+    """How many pairs of a head RoPE turns by time, height and width; [] if the file does not say it."""
+    sections = values.get(_SECTIONS)
+    return sections.tolist()[:3] if isinstance(sections, np.ndarray) else []
 
 
 FAMILY = GgufFamily((Qwen3Next(), Qwen35(), Qwen35Moe()))

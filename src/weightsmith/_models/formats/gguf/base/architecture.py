@@ -173,6 +173,7 @@ class GgufArchitecture:
     bidirectional  whether config.json says that tokens attend to what follows them
     encodes       whether it is an encoder, which makes vectors or scores of a text
     factored      whether llama.cpp multiplies what leaves each linear layer by its factor, as NVFP4 needs it
+    flat          vectors of a layer that are matrices in a GGUF file: llama.cpp's name → the number of their columns
     unused        patterns of the Hub's names of tensors that llama.cpp does not store, and why; names as `canonical` gives them
     """
 
@@ -207,6 +208,7 @@ class GgufArchitecture:
     bidirectional: ClassVar[bool] = False
     encodes: ClassVar[bool] = False
     factored: ClassVar[bool] = False
+    flat: ClassVar[Mapping[str, Callable[[GgufConfig], int]]] = {}
     unused: ClassVar[Mapping[str, str]] = {}
     predictors: int = 0
     trunk: int = 0
@@ -639,6 +641,10 @@ class GgufArchitecture:
         split = next((tensor for tensor in self.splits if match is not None and tensor.name == match[2]), None)
         return None if split is None or match is None else (split, match[1])
 
+    def cut(self, split: SplitTensor, config: GgufConfig, shape: tuple[int, ...]) -> SplitTensor:
+        """How a tensor of this shape is split, of models that are published in two layouts."""
+        return split
+
     def part_of(self, name: str) -> tuple[SplitTensor, str] | None:
         """The tensor that a GGUF tensor is part of, and its layer number; None if it is whole."""
         match = _BARE.fullmatch(name)
@@ -654,10 +660,18 @@ class GgufArchitecture:
     def hub_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a tensor of a GGUF file in the Hub's layout."""
         match = _BARE.fullmatch(name)
+        if match is not None and match[2] in self.flat and len(shape) == 2:
+            return (shape[0] * shape[1],)
         if match is None or match[2] not in _DEPTHWISE:
             return shape
         channels, *others = [n for n in shape if n != 1] or [1]
         return channels, 1, *others
+
+    def columns_of(self, name: str, config: GgufConfig) -> int:
+        """The columns of a matrix of a GGUF file that is a vector of the Hub's, as `flat` lists them; 0: it is no such one."""
+        match = _BARE.fullmatch(name)
+        columns = self.flat.get(match[2]) if match is not None else None
+        return columns(config) if columns is not None else 0
 
     def shift_of(self, name: str) -> float:
         """What is added to a tensor of a GGUF file."""

@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from weightsmith._base.errors import FormatError
 from weightsmith._base.text import count
@@ -74,14 +74,14 @@ class SplitTensor:
 
     name     the Hub's, in a layer: `self_attn.kv_b_proj.weight`
     parts    in the order of their rows
-    columns  the parts have all rows, and take turns with the columns
+    columns  how parts that have all rows share the columns: they take turns, or have one run each; "": parts are of rows
     bands    a matrix is several bands, one after the other: a head each, or a row each
     flat     a part is one matrix: the first run of rows of all bands, then the second, and so on; else a matrix for each band
     """
 
     name: str
     parts: tuple[SplitPart, ...]
-    columns: bool = False
+    columns: Literal["", "alternate", "runs"] = ""
     bands: bool = False
     flat: bool = False
 

@@ -110,8 +110,8 @@ class VisionHalf:
     def check(self, images: Images) -> None:
         """Raise Unsupported for a setting that is another in llama.cpp's code."""
 
-    def keys_of(self, images: Images) -> dict[str, int | None]:
-        """Whole numbers that other vision halves do not have, by names after `clip.`; None: the file lacks the key."""
+    def keys_of(self, images: Images) -> Mapping[str, int | list[bool] | None]:
+        """What other vision halves do not have, by names of keys after `clip.`; None: the file lacks the key."""
         return {}
 
     def images(self, config: Mapping[str, Any], processor: Mapping[str, Any]) -> Images:
@@ -152,7 +152,9 @@ class VisionHalf:
             raise Unsupported(what, where="config.json")
         if key := self.activations[activation]:
             values[f"clip.{key}"] = Value("bool", True)
-        values |= {f"clip.{name}": Value("u32", number) for name, number in self.keys_of(images).items() if number is not None}
+        for name, value in self.keys_of(images).items():
+            if value is not None:
+                values[f"clip.{name}"] = Value("bool" if isinstance(value, list) else "u32", value)
         values["general.quantization_version"] = Value("u32", 2)
         return values
 
@@ -160,11 +162,12 @@ class VisionHalf:
         """A number under the name that most vision halves have."""
         return images.vision.count(self.sizes.get(name, _SIZES[name]))
 
-    def names(self, name: str) -> tuple[str, ...] | None:
+    def names(self, name: str, images: Images) -> tuple[str, ...] | None:
         """The names in a `mmproj.gguf` of a tensor of the Hub's layout; () if llama.cpp does not use it, None if unknown.
 
         >>> from weightsmith._models.formats.gguf.architectures.gemma import Gemma3Vision
-        >>> Gemma3Vision().names("model.vision_tower.vision_model.encoder.layers.3.mlp.fc1.bias")
+        >>> images = Gemma3Vision().images({"vision_config": {}}, {})
+        >>> Gemma3Vision().names("model.vision_tower.vision_model.encoder.layers.3.mlp.fc1.bias", images)
         ('v.blk.3.ffn_up.bias',)
         """
         name = name.removeprefix("model.").replace("vision_tower.vision_model.", "vision_tower.", 1)

@@ -1,0 +1,81 @@
+"""Layers of Mamba 2 (Dao and Gu 2024) under llama.cpp's names: what hybrid models have beside layers of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from weightsmith._base.files import show
+from weightsmith._models.formats.gguf.base.tensors import WIDTH, Dimension, TensorShape, product_of
+from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufKeys, GgufValues
+
+KV_HEADS = "attention.head_count_kv"
+INNER = "ssm.inner_size"
+
+MAMBA_SHAPES: Mapping[str, TensorShape] = {
+    "ssm_in": (Dimension(((2, INNER), (2, "ssm.group_count", "ssm.state_size"), ("ssm.time_step_rank",))), WIDTH),
+    "ssm_out": (WIDTH, product_of(INNER)),
+}
+
+
+def mamba_layer(module: str) -> dict[str, str]:
+    """Modules of a layer under llama.cpp's names. module: how the Hub calls the layer's block."""
+    names = {"ssm_in": "in_proj", "ssm_conv1d": "conv1d", "ssm_norm": "norm", "ssm_out": "out_proj"}
+    return {name: f"{module}.{hub}" for name, hub in names.items()}
+
+
+def mamba_bare(module: str) -> dict[str, str]:
+    """Tensors of a layer whose names are not those of modules."""
+    return {"ssm_a": f"{module}.A_log", "ssm_d": f"{module}.D", "ssm_dt.bias": f"{module}.dt_bias"}
+
+
+def mamba_flat(inner: Callable[[GgufConfig], int], groups: str) -> dict[str, Callable[[GgufConfig], int]]:
+    """`GgufArchitecture.flat` of a model. inner: the width of all heads together; groups: config.json's number of groups."""
+
+    def columns(config: GgufConfig) -> int:
+        width, count = inner(config), config.count(groups)
+        if width % count:
+            raise config.wrong(groups, count, f"and {width:,} is not a multiple of it")
+        return width // count
+
+    return {"ssm_a": lambda config: 1, "ssm_d": lambda config: 1, "ssm_norm.weight": columns}
+
+
+def put_kv_heads(attends: list[bool], heads: int, keys: GgufKeys) -> None:
+    """The heads of k and v of each layer: 0 where it does not attend."""
+    keys.put(KV_HEADS, "i32", [heads if here else 0 for here in attends])
+
+
+def take_kv_heads(values: GgufValues, layers: int) -> tuple[int, list[bool]]:
+    """The heads of k and v, and which layers attend. Raises FormatError unless all that do have as many."""
+    heads = values.get(KV_HEADS)
+    if not isinstance(heads, np.ndarray) or heads.shape != (layers,) or heads.dtype.kind not in "iu" or not heads.any():
+        raise values.wrong(KV_HEADS, show(heads), f"and not a whole number for each of {layers:,} layers")
+    most = int(heads.max())
+    if not np.isin(heads, (0, most)).all():
+        raise values.wrong(KV_HEADS, heads, "and not one number in all layers with attention")
+    return most, [bool(count) for count in heads.tolist()]
+
+
+def take_inner(values: GgufValues, width: int, heads: int) -> int:
+    """The width of all heads together, as a multiple of the model's width. Raises FormatError."""
+    inner = values.count(INNER)
+    if inner % width or inner % heads:
+        raise values.wrong(INNER, inner, f"and not a multiple of {width:,}, the width of the model, and of {heads:,} heads")
+    return inner // width
+
+
+def layer_kinds(config: GgufConfig, attends: tuple[str, ...], others: tuple[str, ...]) -> list[bool]:
+    """Which layers attend, by `layer_types`. Raises FormatError.
+
+    attends  names of layers that do
+    others   names of layers that do not
+    """
+    layers, types = config.count("num_hidden_layers"), config.get("layer_types")
+    if types is None:
+        return [False] * layers
+    if not isinstance(types, list) or len(types) != layers or not all(kind in (*attends, *others) for kind in types):
+        known = " or ".join((*attends, *others))
+        raise config.wrong("layer_types", types, f"and not {known} for each of {layers:,} layers")
+    return [kind in attends for kind in types]

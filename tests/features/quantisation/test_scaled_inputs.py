@@ -1,0 +1,275 @@
+"""AWQ's scales of input features: what is divided and multiplied computes the same, and nothing else is scaled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import weightsmith
+from tests.calibration_help import (
+    CONFIGS,
+    TINY,
+    captured,
+    interrupted,
+    noisy_copy,
+    prepared_for,
+    quantise,
+    rows_for,
+    save_model,
+    settings,
+)
+from weightsmith._activations.decoder import Base
+from weightsmith._activations.decoder.forward import Decoder, build
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._engine.products import find_kind
+from weightsmith._features.quantisation.calibration.scaling import (
+    Scaling,
+    chosen_features,
+    scaled_weights,
+    stored_quotient,
+)
+from weightsmith._features.quantisation.options import QuantizeSettings
+from weightsmith._models.formats.awq import Awq
+from weightsmith._models.structure.projections import role_of
+
+OTHERS: dict[str, Any] = {
+    "cohere": lambda: transformers.CohereConfig(**TINY),
+    "phi": lambda: transformers.PhiConfig(**TINY),
+    "olmo2": lambda: transformers.Olmo2Config(**TINY),
+    "glm4": lambda: transformers.Glm4Config(**TINY, head_dim=16),
+    "starcoder2": lambda: transformers.Starcoder2Config(**TINY),
+    "nemotron": lambda: transformers.NemotronConfig(**TINY),
+    "granite": lambda: transformers.GraniteConfig(**TINY, attention_multiplier=0.3, residual_multiplier=0.5),
+    "stablelm": lambda: transformers.StableLmConfig(**TINY),
+    "deepseek v3": lambda: transformers.DeepseekV3Config(
+        **{**TINY, "num_key_value_heads": 4},
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=32,
+        first_k_dense_replace=1,
+    ),
+    "qwen2 moe": lambda: transformers.Qwen2MoeConfig(
+        **TINY, num_experts=4, moe_intermediate_size=32, shared_expert_intermediate_size=32, num_experts_per_tok=2
+    ),
+}
+UNSCALED = {
+    "phi3": {"self_attn.o_proj", "mlp.down_proj"},
+    "phi": {"mlp.fc2"},
+    "starcoder2": {"mlp.c_proj"},
+    "nemotron": {"mlp.down_proj"},
+    "olmo2": {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"},
+    "glm4": {"mlp.down_proj"},
+    "deepseek v3": {"self_attn.o_proj"},
+}
+"""Weights whose input features cannot be scaled: behind an activation function, a fused matrix or the residual stream."""
+
+
+class Model:
+    """A random model, with one tensor for each matrix."""
+
+    def __init__(self, name: str) -> None:
+        self.config = {**CONFIGS, **OTHERS}[name]()
+        torch.manual_seed(0)
+        self.module = transformers.AutoModelForCausalLM.from_config(self.config, dtype=torch.float32).eval()
+        with torch.no_grad():
+            for parameter in self.module.parameters():  # norms too: ones would hide what they do
+                parameter.copy_((parameter + 0.2 * torch.randn(parameter.shape)).bfloat16())
+        self.tensors: dict[str, torch.Tensor] = {}
+        for stored, parameter in self.module.named_parameters():
+            head, experts, leaf = stored.rpartition("experts.")
+            if not experts or parameter.dim() != 3:
+                self.tensors[stored] = parameter.data
+                continue
+            for e, matrix in enumerate(parameter.data):
+                parts = zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True)
+                for part, rows in parts if leaf == "gate_up_proj" else [("down_proj", matrix)]:
+                    self.tensors[f"{head}experts.{e}.{part}.weight"] = rows
+
+    @property
+    def decoder(self) -> Decoder:
+        base = Base("model", 0, self.config.to_dict(), "model.layers.", TINY["num_hidden_layers"], self.config.hidden_size)
+        decoder = build(base, {})
+        assert isinstance(decoder, Decoder)
+        return decoder
+
+    def logits(self) -> torch.Tensor:
+        with torch.no_grad():
+            logits: torch.Tensor = self.module(torch.arange(24)[None] * 7 % 256).logits
+        return logits
+
+    def specs(self, layer: int) -> dict[str, TensorSpec]:
+        names = [name for name in self.tensors if name.startswith(f"model.layers.{layer}.")]
+        return {name: TensorSpec(name, DTYPES["BF16"], tuple(self.tensors[name].shape)) for name in names}
+
+    def scale(self, layer: int, seed: int = 1) -> set[str]:
+        """Scale all features that can be scaled by numbers between 1/4 and 4; the weights whose inputs are not scaled."""
+        specs, generator = self.specs(layer), np.random.default_rng(seed)
+        weights = {name: "awq-4bit-g32" for name, spec in specs.items() if role_of(spec) == "linear"}
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+        features, plain = chosen_features(self.decoder.scalable(layer, shapes), weights, specs)
+        scaling = Scaling()
+        for made in features:
+            tensors = {n: self.tensors[n].numpy() for n in (made.weight, made.bias, *made.readers) if n in plain}
+            scales = np.exp2(generator.uniform(-2, 2, specs[made.weight].shape[0])).astype(np.float32)
+            if len(tensors) > (made.maker != "linear"):
+                scales = np.exp2(np.rint(np.log2(scales)))
+            scaling.add(made, scales, tensors, specs)
+        assert set(scaling.plain) == set(plain)
+        for name in weights:
+            self.tensors[name].copy_(torch.from_numpy(scaling.weight(name, self.tensors[name].numpy().copy())))
+        for name, (array,) in scaling.plain.items():
+            assert np.mean(array.astype(np.float32) != self.tensors[name].numpy()) > 0.5
+            self.tensors[name].copy_(torch.from_numpy(array.astype(np.float32)))
+        return {name.removeprefix(f"model.layers.{layer}.") for name in weights.keys() - scaled_weights(features)}
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *OTHERS])
+def test_scaled_features_leave_the_logits_as_they_are(name: str) -> None:
+    model = Model(name)
+    plain = model.logits()
+    unscaled = {weight.removesuffix(".weight") for layer in range(2) for weight in model.scale(layer)}
+    assert unscaled == UNSCALED.get(name, set())
+    difference = float((model.logits() - plain).abs().max() / plain.abs().max())
+    assert difference < 1e-5, difference
+
+
+# ---- in a calibration
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model some of whose features are much larger than others, as in trained ones."""
+    folder = save_model(tmp_path_factory.mktemp("models") / "uneven", "qwen2")
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "layernorm" in name or "v_proj.bias" in name:
+            tensor += (torch.arange(len(tensor)) % 16 == 3) * 12
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def options_of(folder: Path) -> QuantizeSettings:
+    return settings(folder, bits=None, uniform=False, group_size=32)
+
+
+def error_of(model: Path, out: Path) -> float:
+    """Relative error of the logits."""
+    weightsmith.dequantize(out, out.with_name(f"{out.name}-plain"), progress=False)
+    folders = [model, out.with_name(f"{out.name}-plain")]
+    models = [transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in folders]
+    with torch.inference_mode():
+        expected, actual = (model(rows_for(options_of(out.parent), folders[0])).logits for model in models)
+    return float((actual - expected).norm() / expected.norm())
+
+
+def test_scales_make_the_error_smaller_and_change_norms_and_biases(
+    uneven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scaled = quantise(uneven, tmp_path / "scaled", options_of(tmp_path), name="awq-4bit")
+    assert not [finding for finding in scaled.plan.warnings if "without scales" in finding.what]
+    plain, stored = (load_file(folder / "model.safetensors") for folder in (uneven, tmp_path / "scaled"))
+    same = {name for name, tensor in plain.items() if name in stored and torch.equal(tensor, stored[name])}
+    assert same == {"model.embed_tokens.weight", "model.norm.weight"} | {
+        f"model.layers.{layer}.self_attn.{part}_proj.bias" for layer in range(2) for part in "qk"
+    }
+    monkeypatch.setattr(Awq, "scaled", False)
+    quantise(uneven, tmp_path / "unscaled", options_of(tmp_path), name="awq-4bit")
+    errors = [error_of(uneven, tmp_path / name) for name in ("scaled", "unscaled")]
+    assert errors[0] < 0.8 * errors[1], errors
+
+
+@pytest.mark.matrix
+def test_the_bytes_depend_on_nothing_but_the_work(uneven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither on threads, nor on an interruption, nor on the memory for sums."""
+    whole = quantise(uneven, tmp_path / "a", options_of(tmp_path), threads=1, name="awq-4bit").out
+    with interrupted(monkeypatch, "layer 1"):
+        quantise(uneven, tmp_path / "b", options_of(tmp_path), name="awq-4bit")
+    resumed = quantise(uneven, tmp_path / "b", options_of(tmp_path), threads=3, name="awq-4bit").out
+    assert (resumed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    with prepared_for(uneven, options_of(tmp_path), "awq-4bit") as prepared:
+        runs = []
+        for memory in (None, 40_000):
+            output = captured(prepared, prepared.plan.products, memory)
+            runs.append({name: [array.tobytes() for array in arrays] for name, arrays in output.arrays.items()})
+        assert runs[0] == runs[1]
+
+
+def test_norms_of_a_merge_are_scaled_as_the_merge_would_store_them(uneven: Path, tmp_path: Path) -> None:
+    noisy_copy(uneven, tmp_path / "noisy", seed=1)
+    models = [{"model": str(model), "parameters": {"weight": 0.5}} for model in (uneven, tmp_path / "noisy")]
+    recipe = {"merge_method": "linear", "models": models, "dtype": "bfloat16"}
+    weightsmith.merge(recipe, tmp_path / "merged", progress=False)
+    outs = [
+        quantise(source, tmp_path / name, options_of(tmp_path), name="awq-4bit").out
+        for name, source in (("direct", recipe), ("after", tmp_path / "merged"))
+    ]
+    direct, after = ((out / "model.safetensors").read_bytes() for out in outs)
+    assert direct == after
+
+
+def test_states_are_those_of_the_scaled_and_quantised_layers(uneven: Path, tmp_path: Path) -> None:
+    with prepared_for(uneven, options_of(tmp_path), "awq-4bit") as prepared:
+        output = captured(prepared, prepared.plan.products)
+    quantise(uneven, tmp_path / "out", options_of(tmp_path), name="awq-4bit")
+    weightsmith.dequantize(tmp_path / "out", tmp_path / "plain", out_dtype="float32", progress=False)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
+    with torch.inference_mode():
+        states = model(rows_for(options_of(tmp_path), uneven), output_hidden_states=True).hidden_states
+    torch.testing.assert_close(torch.from_numpy(output.arrays["states 1"][0]), states[1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_weight_that_is_not_quantised_keeps_features_from_being_scaled_apart(uneven: Path, tmp_path: Path) -> None:
+    """It reads them too, and is stored with scales that are powers of two."""
+    chosen = replace(options_of(tmp_path), tensor_types=("k_proj=plain",))
+    quantise(uneven, tmp_path / "out", chosen, name="awq-4bit")
+    plain, stored = (load_file(folder / "model.safetensors") for folder in (uneven, tmp_path / "out"))
+    name = "model.layers.0.self_attn.k_proj.weight"
+    ratios = (stored[name].float() / plain[name].float()).nan_to_num(1)
+    exponents = ratios[0].log2()
+    assert torch.equal(exponents, exponents.round())
+    assert exponents.abs().max() > 0
+    norm = "model.layers.0.input_layernorm.weight"
+    assert torch.equal(stored[norm].float() * ratios[0], plain[norm].float())
+
+
+def test_a_plan_with_other_features_is_refused(uneven: Path, tmp_path: Path) -> None:
+    with prepared_for(uneven, options_of(tmp_path), "awq-4bit") as prepared:
+        product = next(product for product in prepared.plan.products if product.name == "layer 0")
+    kind = find_kind("quantised_layer")
+    assert kind.check(product) == ""
+    scaled = product.settings["scaled"]
+    for change in (
+        scaled[1:],
+        [{**scaled[0], "heads": [2, 1]}, *scaled[1:]],
+        [{**scaled[0], "weight": "model.norm.weight"}, *scaled[1:]],
+        [{**scaled[0], "readers": ["model.layers.0.mlp.down_proj.weight"]}, *scaled[1:]],
+    ):
+        assert kind.check(replace(product, settings={**product.settings, "scaled": change})) != ""
+
+
+def test_a_quotient_is_exact_for_the_scale_that_is_given_back() -> None:
+    spec = TensorSpec("norm.weight", DTYPES["BF16"], (6,))
+    values = np.float32([1.25, -0.5, 0, 3, 1e-30, -1])
+    scales = np.float32([3, 0.7, 5, 1e30, 1e20, 2])
+    stored, exact = stored_quotient(values, scales, spec)
+    kept = [0, 1, 2, 5]
+    np.testing.assert_allclose((stored.astype(np.float64) * exact)[kept], values[kept], rtol=1e-7)
+    assert exact[2] == 1
+    assert np.abs(exact[[0, 1]] / scales[[0, 1]] - 1).max() < 2**-8
+    stored, exact = stored_quotient(values, scales, spec, offset=1)
+    np.testing.assert_allclose((1 + stored.astype(np.float64)) * exact, 1 + values.astype(np.float64), rtol=1e-6)
+    assert exact[5] == 1  # 1 + -1 is 0, whatever it is divided by
