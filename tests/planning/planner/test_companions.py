@@ -200,6 +200,40 @@ def test_generation_config_is_that_of_the_first_model_that_has_one(make: Make, s
     assert note in said(plan)
 
 
+@pytest.mark.parametrize("union", [False, True])
+def test_tokens_that_end_texts_of_other_models_alone_are_a_warning(make: Make, union: bool) -> None:
+    """A merge with the chat template of such a model writes on and on."""
+    chat, pads = trained(special=["</s>", "<|end|>"]), trained(special=["</s>", "<pad>", "<|end|>"])
+    stop, end, moved = (t.token_to_id(name) for t, name in ((chat, "</s>"), (chat, "<|end|>"), (pads, "<|end|>")))
+    make(
+        "base",
+        trained(special=["</s>", "<pad>"]) if union else chat,
+        {"generation_config.json": json.dumps({"eos_token_id": stop})},
+    )
+    make("fr", chat, {"generation_config.json": json.dumps({"eos_token_id": [end, stop]})}, seed=1)
+    make("de", chat, {"generation_config.json": json.dumps({"eos_token_id": [stop]})}, seed=2)
+    merge = {**recipe("base", "fr", "de"), **({"tokenizer_source": "union"} if union else {})}
+    note = (
+        "generation_config.json: the models end texts with different tokens; those of the output end with '</s>'\n"
+        "  fr: '<|end|>'\n"
+        "  -> Add the others to eos_token_id in its generation_config.json, if its chat template ends turns with them."
+    )
+    assert note in said(weightsmith.plan(merge))
+    ends = {"eos_token_id": [stop, moved if union else end]}
+    make("base", pads if union else chat, {"generation_config.json": json.dumps(ends)})
+    assert not any("end texts" in text for text in said(weightsmith.plan(merge)))
+
+
+def test_ends_of_texts_are_compared_only_where_tokens_are_known(make: Make) -> None:
+    ends = {"generation_config.json": '{"eos_token_id": 5}'}
+    make("base", None, ends)
+    make("fr", None, {"generation_config.json": '{"eos_token_id": [6, "x"]}', "tokenizer.json": "not json"}, seed=1)
+    make("de", None, {"generation_config.json": "not json"}, seed=2)
+    assert not any("end texts" in text for text in said(weightsmith.plan(recipe("base", "de"))))
+    make("base", trained(), ends)
+    assert not any("end texts" in text for text in said(weightsmith.plan(recipe("base", "fr"))))
+
+
 def test_models_without_tokenizers_merge_as_before(make: Make) -> None:
     make("base")
     make("fr", seed=1)

@@ -169,6 +169,7 @@ class _Builder:
             companions.fill_tokenizer(self.recipe.section.at("base_model"), fix, {})
             companions.fill_template()
             companions.fill_generation()
+            companions.note_ends(None, {})
         return companions
 
     def _add_texts(self, base: Dense, donors: Sequence[Dense], experts: Sequence[Expert], texts: Sequence[ExpertTexts]) -> None:

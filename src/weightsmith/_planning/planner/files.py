@@ -6,6 +6,7 @@ those of other models that the output lacks are listed in the plan.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import re
@@ -15,14 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weightsmith._base.errors import Finding, LayerError, MismatchError, ShapeError
+from weightsmith._base.errors import Finding, LayerError, MismatchError, ShapeError, WeightsmithError
 from weightsmith._base.files import read_bounded, show
 from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._files.copied import holds_tokens, is_tokenizer
 from weightsmith._files.subfolders import TEMPLATES
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Stack, Structure, resize_config, vocabulary
-from weightsmith._models.structure.configs import of_diffusers, replace_value, sections, whole_number
+from weightsmith._models.structure.configs import of_diffusers, replace_value, sections, whole_number, whole_numbers
 from weightsmith._models.structure.perlayer import Remap, is_per_layer, rules_for
 from weightsmith._models.tokenizers.files import TEMPLATE_FILE, settings_in, settings_of, templates_of, with_template
 from weightsmith._models.tokenizers.vocabulary import MAX_FILE_BYTES, Vocabulary, read_vocabulary
@@ -35,6 +36,7 @@ NO_CONFIG = "the output has no config.json"
 
 CHOOSE_TOKENIZER = "write tokenizer_source: and the model whose tokenizer the output is to have"
 
+_ENDS = "eos_token_id"
 OLD_TEMPLATE = "chat_template.json"
 _SETTINGS = "tokenizer_config.json"
 _TEMPLATES = (TEMPLATE_FILE, _SETTINGS, OLD_TEMPLATE)
@@ -126,6 +128,47 @@ class Companions:
         differing = [self.labels[k] for k in owners if settings_in(self._bytes(k, GENERATION)) != settings_in(data)]
         others = f"{', '.join(differing)} {'has' if len(differing) == 1 else 'have'} another one"
         self.findings.append(Finding(what, GENERATION, (others,) if differing else ()))
+
+    def note_ends(self, output: Vocabulary | None, seen: dict[str, Vocabulary]) -> None:
+        """Warn of tokens that end the texts of a model and not those of the output, whose texts would go on and on.
+
+        output  the tokenizer of the output, if the recipe chooses it
+        seen    tokenizers that were read, see `read_vocabulary`
+
+        Models whose tokenizers cannot be read are not compared.
+        """
+        stated = {k: self._ends(k) for k in range(len(self.opened))}
+        in_output = settings_in(self.files[GENERATION]).get(_ENDS) if GENERATION in self.files else None
+        ends = stated[self.donor] if in_output is None else whole_numbers(in_output)
+        if output is None and all(set(ids) <= set(ends) for ids in stated.values()):
+            return
+        known = self._token_of(self.tokenizer, seen) if output is None else output.tokens
+        tokens = [known[number] for number in ends if number in known]
+        if not tokens:
+            return
+        details = []
+        for k, ids in stated.items():
+            theirs = self._token_of(k, seen) if ids and k != self.donor else {}
+            if others := [theirs[number] for number in ids if number in theirs and theirs[number] not in tokens]:
+                details.append(f"{self.labels[k]}: {', '.join(map(show, others))}")
+        if details:
+            what = f"the models end texts with different tokens; those of the output end with {', '.join(map(show, tokens))}"
+            fix = "add the others to eos_token_id in its generation_config.json, if its chat template ends turns with them"
+            self.findings.append(Finding(what, GENERATION, tuple(details), fix))
+
+    def _ends(self, k: int) -> list[int]:
+        """The ids that end the texts of a model."""
+        checkpoint = self.opened[k]
+        generation = settings_in(self._bytes(k, GENERATION)) if GENERATION in checkpoint.files else {}
+        stated = [generation, *(section for _, section in sections(checkpoint.config or {}))]
+        return next((whole_numbers(part[_ENDS]) for part in stated if part.get(_ENDS) is not None), [])
+
+    def _token_of(self, k: int, seen: dict[str, Vocabulary]) -> Mapping[int, str]:
+        """Token by id; {} if unknown."""
+        with contextlib.suppress(WeightsmithError, OSError):
+            tokens = self._tokens(k, seen)
+            return tokens.tokens if isinstance(tokens, Vocabulary) else {}
+        return {}
 
     # ---- files
 

@@ -305,6 +305,8 @@ class VocabularyPlanner:
         if not recipe.chat_template and self.source == self.donor:
             companions.fill_template()
         companions.fill_generation(self._moved)
+        if aligned.move is None or GENERATION in companions.files:  # else config.json's ids are not moved yet
+            companions.note_ends(self.output, self._seen)
         aligned.files, aligned.removed = companions.files, companions.removed
         aligned.findings += companions.findings
         aligned.tokenizer = None if chosen else companions.tokenizer
