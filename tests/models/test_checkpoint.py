@@ -400,6 +400,22 @@ def test_a_tensor_that_the_index_does_not_list_is_refused(tmp_path: Path) -> Non
     refused(FormatError, "1 tensor(s) that the index does not list, the first is 'mtp.w' in", TWO, ref=tmp_path)
 
 
+@pytest.mark.parametrize("names", [(ONE, TWO), ("consolidated.safetensors",), ("weights.safetensors",)])
+@pytest.mark.parametrize("index", [False, True])
+def test_shards_without_their_index_do_not_replace_pytorch_model_bin(
+    names: tuple[str, ...], index: bool, tmp_path: Path
+) -> None:
+    """transformers loads the .bin file here: it finds shards through their index alone."""
+    torch = pytest.importorskip("torch")
+    for name, tensors in zip(names, ({"a": A}, {"b": B}), strict=False):
+        save_file(tensors, tmp_path / name)
+    torch.save({"a": torch.tensor(A + 1)}, tmp_path / "pytorch_model.bin")
+    if index:
+        (tmp_path / f"{names[0]}.index.json").write_text(json.dumps({"weight_map": {"a": names[0]}}))
+    with open_checkpoint(tmp_path) as checkpoint:
+        np.testing.assert_array_equal(checkpoint["a"], A if index else A + 1)
+
+
 @pytest.mark.parametrize("there", [True, False])
 def test_a_shard_that_the_index_leaves_out_is_noted(there: bool, tmp_path: Path) -> None:
     """Its numbers say that it belongs to the model, which would be written without its tensors."""

@@ -104,10 +104,18 @@ def test_a_file_of_any_name_is_read_in_its_folder_and_alone(name: str, tmp_path:
         assert (list(checkpoint.specs), checkpoint.alone) == (["w"], True)
 
 
-def test_safetensors_win(tmp_path: Path) -> None:
-    torch.save(W, tmp_path / "pytorch_model.bin")
-    save_file({"s": np.zeros(3)}, tmp_path / "other.safetensors")
-    assert list(weightsmith.open_checkpoint(tmp_path).specs) == ["s"]
+@pytest.mark.parametrize(
+    ("pickled", "name", "read"),
+    [
+        ("pytorch_model.bin", "model.safetensors", "s"),
+        ("pytorch_model.bin", "other.safetensors", "w"),  # no loader finds it by itself
+        ("other.bin", "other.safetensors", "s"),
+    ],
+)
+def test_safetensors_win_where_loaders_find_them(pickled: str, name: str, read: str, tmp_path: Path) -> None:
+    torch.save(W, tmp_path / pickled)
+    save_file({"s": np.zeros(3)}, tmp_path / name)
+    assert list(weightsmith.open_checkpoint(tmp_path).specs) == [read]
 
 
 def test_the_index_says_which_shards_are_read(tmp_path: Path) -> None:

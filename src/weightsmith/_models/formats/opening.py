@@ -38,6 +38,8 @@ _VARIANT = re.compile(
     rf"{_STEM}(\.[\w-]+?(-\d+-of-\d+)?|-\d+-of-\d+\.[\w-]+)\.safetensors|{_STEM}\.[\w-]+\.safetensors\.index\.json"
 )
 """Files of a variant of the weights, such as `model.fp16.safetensors`, and their index."""
+_LOADED = re.compile(rf"{_STEM}\.safetensors|[^/]+\.safetensors\.index\.json")
+"""Files in safetensors that loaders prefer to `_PLAIN_PICKLES`, and any index."""
 _PLAIN_PICKLES = frozenset(
     f"{stem}.bin{end}" for stem in ("pytorch_model", "diffusion_pytorch_model") for end in ("", ".index.json")
 )
@@ -99,6 +101,8 @@ def choose_kind(names: Collection[str], where: str) -> tuple[FileKind, FolderWei
     listed = list(names)
     if not _PLAIN_PICKLES.isdisjoint(listed):  # loaders read variants in another format only if one asks for them
         listed = [name for name in listed if not _VARIANT.fullmatch(name)]
+        if not any(map(_LOADED.fullmatch, listed)):  # such as shards without their index
+            listed = [name for name in listed if "/" in name or not name.lower().endswith(".safetensors")]
     error: Unsupported | None = None
     for kind in kinds():
         if error is not None and not kind.joins:
