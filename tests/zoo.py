@@ -97,6 +97,13 @@ GRANITE_4 = {
     "mamba_d_state": 4,
     "mamba_n_groups": 1,
 }
+MAMBA, FULL = "linear_attention", "full_attention"
+NEMOTRON_H = {name: value for name, value in HEADS.items() if name != "num_hidden_layers"} | {
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 4,
+    "n_groups": 2,
+}
 
 # name: model class, config class, arguments
 ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -152,6 +159,13 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ernie4-5": ("Ernie4_5ForCausalLM", "Ernie4_5Config", HEADS),
     "hunyuan-dense": ("HunYuanDenseV1ForCausalLM", "HunYuanDenseV1Config", HEADS),
     "nemotron": ("NemotronForCausalLM", "NemotronConfig", HEADS),
+    "nemotron-h": ("NemotronHForCausalLM", "NemotronHConfig", {**NEMOTRON_H, "layer_types": [MAMBA, "mlp", FULL, "mlp"]}),
+    "nemotron-h-moe": (
+        "NemotronHForCausalLM",
+        "NemotronHConfig",
+        {**NEMOTRON_H, "layer_types": [MAMBA, "moe", FULL, "moe"], "n_routed_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 24, "routed_scaling_factor": 2.5},
+    ),
     "phi": ("PhiForCausalLM", "PhiConfig", SIZES),
     "arcee": ("ArceeForCausalLM", "ArceeConfig", HEADS),
     "ministral3": ("Ministral3ForCausalLM", "Ministral3Config", HEADS),

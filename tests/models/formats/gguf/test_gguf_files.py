@@ -219,6 +219,8 @@ FAMILIES = {
     "granite-hybrid": "GRANITE_HYBRID",
     "granite-hybrid-moe": "GRANITE_HYBRID",
     "granite-4": "GRANITE",
+    "nemotron-h": "NEMOTRON_H",
+    "nemotron-h-moe": "NEMOTRON_H_MOE",
     "dots1": "DOTS1",
     "gemma4": "GEMMA4",
     "gemma4-moe": "GEMMA4",
@@ -257,10 +259,11 @@ OWN: dict[str, dict[str, Any]] = {
     "deepseek-v3": {"num_mtp_layers": 0, "n_group": 2, "topk_group": 1, "num_hidden_layers": 3, "routed_scaling_factor": 2.5}
     | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
     **dict.fromkeys(("granite", "granite-moe", "granite-moe-shared", "granite-4", "granite-hybrid-moe"), GRANITE),
+    "nemotron-h-moe": {"intermediate_size": 21504},
     "granite-hybrid": GRANITE | {"intermediate_size": 16, "num_experts_per_tok": 0, "position_embedding_type": "nope"},
 }
 SHIFTED = ("gemma", "gemma2", "gemma3-text", "qwen3-next", "qwen3.5", "qwen3.5-moe")
-IN_PARTS = ("deepseek-v3", "granite-moe-shared", "qwen3-next", "gpt-oss")
+IN_PARTS = ("deepseek-v3", "granite-moe-shared", "qwen3-next", "gpt-oss", "granite-hybrid-moe", "nemotron-h")
 WRITTEN_OTHERWISE: dict[str, dict[str, Any]] = {
     "lfm2": {"block_auto_adjust_ff_dim": True, "block_multiple_of": 24},
     "gemma4": {"vocab_size_per_layer_input": 262},
@@ -316,6 +319,58 @@ def test_every_family_comes_back_as_it_was(name: str, tmp_path: Path, tokenizers
             value = {name: number for name, number in value.items() if name not in ("max_position_embeddings", "type")}
         expected = pytest.approx(value, rel=1e-6) if isinstance(value, float) else value
         assert key in unlike or configs[1].get(key) == expected, key
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"hybrid_override_pattern": "M-*-"},
+        {"layers_block_type": ["mamba", "mlp", "attention", "mlp"], "num_hidden_layers": 4},
+        {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
+    ],
+)
+def test_layers_of_nemotron_h_under_published_names(
+    stated: dict[str, Any], tmp_path: Path, tokenizers: dict[str, Path]
+) -> None:
+    source = zoo.save("nemotron-h", tmp_path / "m", 1, vocab_size=262)
+    (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
+    keys = [read_gguf_header(quantize(source, tmp_path / "q", "q8_0")).keys]
+    config = json.loads((source / "config.json").read_text())
+    names = ("layer_types", "layers_block_type", "num_hidden_layers", "head_dim")
+    rest = {name: value for name, value in config.items() if name not in names} | {"attention_head_dim": config["head_dim"]}
+    (source / "config.json").write_text(json.dumps(rest | stated))
+    keys.append(read_gguf_header(quantize(source, tmp_path / "again", "q8_0")).keys)
+    own = [{name: str(value) for name, value in file.items() if name.startswith("nemotron_h.")} for file in keys]
+    assert own[0] == own[1]
+    assert own[0]["nemotron_h.feed_forward_length"] == "[ 0 48  0 48]"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"layers_block_type": ["mlp", "other"] * 2},
+            r"layer_types is .*, and not one of linear_attention, full_attention, mlp for each of 4",
+        ),
+        (
+            {"layers_block_type": ["mlp", "mamba"], "num_hidden_layers": 2},
+            "num_hidden_layers is 2, and there are tensors of 4 layers",
+        ),
+        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu', and llama.cpp takes 'relu2' for granted"),
+        ({"use_conv_bias": False}, "use_conv_bias is False, and llama.cpp takes True for granted"),
+        ({"time_step_limit": [0.0, 1.0]}, r"time_step_limit is \[0.0, 1.0\], and llama.cpp takes"),
+        ({"intermediate_size": 47}, "intermediate_size .*is 47 in config.json"),
+        ({"ssm_state_size": 5}, r"in_proj.weight: 2 \* mamba_num_heads \* mamba_head_dim \+ 2 \* n_groups \* ssm_state_size"),
+    ],
+)
+def test_settings_of_nemotron_h_that_llama_cpp_does_not_have(
+    changes: dict[str, Any], words: str, tmp_path: Path, tokenizers: dict[str, Path]
+) -> None:
+    source = zoo.save("nemotron-h", tmp_path / "m", 1, vocab_size=262)
+    (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
+    changed(source, **changes)
+    with pytest.raises(PlanError, match=words):
+        quantize(source, tmp_path / "q", "q8_0")
 
 
 @pytest.mark.slow
@@ -1229,9 +1284,14 @@ WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 2
 EXPERTS = (
     *("dots1", "glm4-moe", "deepseek-v2", "deepseek-v3", "granite-moe-shared", "ernie4-5-moe", "lfm2-moe"),
     *("qwen3-next", "qwen3.5-moe", "gpt-oss", "gemma4", "gemma4-moe", "granite-hybrid", "granite-hybrid-moe"),
+    *("nemotron-h", "nemotron-h-moe"),
 )
+MIXERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 GRANITE_9 = {"layer_types": ["attention" if i in (2, 5, 6) else "mamba" for i in range(9)], "mamba_d_head": 128}
+NEMOTRON_9 = {"mamba_head_dim": 128, "head_dim": 64, "moe_shared_expert_intermediate_size": 256}
 WIDE_TOO: dict[str, dict[str, Any]] = {
+    "nemotron-h": NEMOTRON_9 | {"layer_types": [MIXERS[letter] for letter in "M-*-MM-*-"]},
+    "nemotron-h-moe": NEMOTRON_9 | {"layer_types": [MIXERS[letter] for letter in "MEMEM*EME"]},
     **dict.fromkeys(("granite-hybrid", "granite-hybrid-moe"), GRANITE_9 | {"shared_intermediate_size": 256}),
     "lfm2-moe": {"num_hidden_layers": 9, "layer_types": ["full_attention" if i in (3, 4, 6) else "conv" for i in range(9)]},
     "deepseek-v2": {"num_hidden_layers": 27, "kv_lora_rank": 256},

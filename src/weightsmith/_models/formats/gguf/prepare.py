@@ -67,6 +67,7 @@ _OTHER_PART = "llama.cpp reads the parts for images and sounds from a file of th
 _OF_OTHER_PARTS = re.compile(r"^(model\.)?(vision|audio|image|multi_modal|mm_|visual|connector|embed_vision|embed_audio)")
 """How the names of tensors begin that do not belong to the language model."""
 _V = re.compile(r"blk\.([0-9]+)\.attn_(?:v|qkv)\.weight")
+_DOWN = re.compile(r"blk\.([0-9]+)\.ffn_down\.weight")
 
 _MAGNITUDES = "magnitudes"
 """The kind of product that finds the largest magnitude of tensors."""
@@ -301,8 +302,14 @@ def _shape(model: _Model, stored: Sequence[_Stored], keys: Mapping[str, Value], 
         tied="output.weight" not in names,
         weighted=weighted,
         big=model.architecture.name == "llama" and layers == 80 and heads != kv_heads,
-        attention=tuple(sorted(int(match[1]) for name in names if (match := _V.fullmatch(name)))),
+        attention=_numbers(_V, names),
+        mlps=_numbers(_DOWN, names),
     )
+
+
+def _numbers(pattern: re.Pattern[str], names: Iterable[str]) -> tuple[int, ...]:
+    """The layers that have a tensor, in order."""
+    return tuple(sorted(int(match[1]) for name in names if (match := pattern.fullmatch(name))))
 
 
 def _types(model: _Model, stored: Sequence[_Stored], shape: Shape) -> list[list[str]]:

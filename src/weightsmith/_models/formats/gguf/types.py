@@ -96,6 +96,7 @@ class Shape:
 
     layers, heads, kv_heads, experts  of the model; 0 heads of k: those of its first layer, which has no attention
     attention  layers that have a v, in order; (): all
+    mlps      layers that have an MLP, in order; (): all
     tied      the embedding is the head too
     weighted  there are importances
     big       Llama's 70B, whose v is small beside q
@@ -109,6 +110,7 @@ class Shape:
     weighted: bool
     big: bool
     attention: tuple[int, ...] = ()
+    mlps: tuple[int, ...] = ()
 
     @property
     def group(self) -> int:
@@ -190,6 +192,8 @@ def _by_rule(mix: str, default: str, name: str, cols: int, shape: Shape) -> str:
         small = {"IQ2_XXS": "Q2_K", "IQ2_XS": "Q2_K", "IQ2_S": "IQ3_S", "IQ2_M": "IQ3_S", "IQ3_XXS": "IQ3_S"}
         return small.get(mix, default)
     part = name.split(".")[-2]
+    if part.startswith("ffn_") and shape.experts < 2 and i in shape.mlps:  # llama.cpp counts them, but not in mixtures
+        i = shape.mlps.index(i)
     if mix in _TINY:
         better = "IQ3_S" if mix in ("IQ2_S", "IQ2_M") else "Q2_K"
         if part in ("attn_v", "attn_qkv"):
