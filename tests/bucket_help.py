@@ -436,7 +436,10 @@ class GoogleFront(_Front):
                     if self.command == "PUT" and not place.startswith(("/storage/", "/upload/")):
                         token, condition = self.headers["x-goog-meta-weightsmith"], self.headers["x-goog-if-generation-match"]
                         status, data = front.insert(bucket, key, body, token or "", condition)
-                        return self.send(status, [("ETag", '"' + str(len(body)) + '"')], b"" if status < 300 else data)
+                        headers = [("ETag", f'"{len(body)}"')]
+                        if status < 300:  # as Google says it, too
+                            headers.append(("x-goog-generation", json.loads(data)["generation"]))
+                        return self.send(status, headers, b"" if status < 300 else data)
                     status, headers, data = self.pass_on(front.fake, body)
                     if status == 500 and b"no bucket named" in data:  # in a list; Google answers with 404
                         status, data = 404, b"<Error><Code>NoSuchBucket</Code></Error>"

@@ -232,7 +232,7 @@ def test_what_a_parquet_file_holds_is_bounded_when_it_is_decompressed(
 @pytest.mark.parametrize(
     ("limit", "value", "said"),
     [
-        ("MAX_DECODING_BYTES", 64 << 20, r"reading it takes more than 64 MiB of memory|bad_alloc"),
+        ("MAX_DECODING_BYTES", 64 << 20, r"reading it (takes more than 64 MiB|was aborted, with a limit of 64 MiB) of memory"),
         ("DECODING_SECONDS", 1, "decoding it takes more than 1 seconds"),
     ],
 )

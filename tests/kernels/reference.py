@@ -140,6 +140,13 @@ def quantise_affine(rows: Row32, scales: Row32, biases: Row32, bits: int) -> Cod
     return packed(np.rint(np.nan_to_num(quotients, nan=0)).astype(np.uint8).reshape(-1), bits)
 
 
+def group_costs(rows: Row32, scales: Row32, zeros: Row32, bits: int, costs: Row32) -> np.ndarray:
+    """The weighted squares of the errors of groups, float64: rows and costs [groups, group], scales and zeros [groups]."""
+    codes = np.clip(np.rint(rows / scales[:, None]) + zeros[:, None], 0, 2**bits - 1)
+    errors = (rows - (codes - zeros[:, None]) * scales[:, None]).astype(np.float64)
+    return (costs.astype(np.float64) * errors * errors).sum(1)
+
+
 def block_maxima(rows: Row32, block: tuple[int, int]) -> Row32:
     """The largest magnitude of each block of rows [n, cols]; NaN does not count."""
     (n, cols), (high, wide) = rows.shape, block

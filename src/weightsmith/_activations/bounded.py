@@ -40,7 +40,7 @@ class BoundedScript:
         stdin      its stdin
         env        added to `_KEPT`
         """
-        self._doing, self._seconds = doing, seconds
+        self._doing, self._max_bytes, self._seconds = doing, max_bytes, seconds
         self._command = [sys.executable, "-P", str(_RUNNER), str(_RUNNER.with_name(f"{script}.py"))]
         self._command += [str(max_bytes), str(seconds)]
         self._given, self._env = stdin, {name: os.environ[name] for name in _KEPT if name in os.environ} | env
@@ -65,7 +65,10 @@ class BoundedScript:
             return f"{self._doing} takes more than {self._seconds} seconds"
         self._complaint.seek(0)
         lines = self._complaint.read(_COMPLAINT_BYTES).decode(errors="replace").strip().splitlines()
-        return lines[-1][:500] if lines else f"its process ended with status {status}"
+        why = lines[-1][:500] if lines else f"its process ended with status {status}"
+        if status == -signal.SIGABRT:  # a library of C++ without memory: "bad_alloc", or only that a thread could not begin
+            return f"{self._doing} was aborted, with a limit of {self._max_bytes >> 20:,} MiB of memory: {why}"
+        return why
 
     def __exit__(self, *error: object) -> None:
         self._process.kill()

@@ -10,12 +10,20 @@ import importlib.util
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from weightsmith._base.errors import ParameterError, first_line
 from weightsmith._base.installation import install
 from weightsmith._base.options import named
 from weightsmith._base.process import return_large_blocks
+
+CPU_BUILD_BYTES = 250 << 20
+"""Memory of torch's CPU build, imported and at work."""
+
+GPU_BUILD_BYTES = 400 << 20
+"""What a build for a GPU takes in addition. Its libraries are loaded where there is no GPU, too. Measured with CUDA 13."""
 
 _loading = threading.Lock()
 _loaded: set[str] = set()
@@ -28,6 +36,15 @@ def needs_torch() -> str:
     except ImportError:
         installed = False
     return "" if installed else f"this method requires torch, which is not installed: run {install('torch')}"
+
+
+@cache
+def installed_bytes() -> int:
+    """Memory of torch, imported and at work: of the build that is installed, else of a CPU build."""
+    spec = None if needs_torch() else importlib.util.find_spec("torch")
+    libraries = [Path(folder, "lib") for folder in (spec.submodule_search_locations or () if spec else ())]
+    for_gpu = any((folder / f"libtorch_{kind}.so").exists() for folder in libraries for kind in ("cuda", "hip"))
+    return CPU_BUILD_BYTES + for_gpu * GPU_BUILD_BYTES
 
 
 def named_device(device: str) -> str:

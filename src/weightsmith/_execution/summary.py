@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from weightsmith._activations.own_text import OwnTextWork
 from weightsmith._activations.work import TextRowsWork
+from weightsmith._base import torch_use
 from weightsmith._base.idioms import grouped
 from weightsmith._base.options import read_options
 from weightsmith._base.tensors import TensorSpec
@@ -23,9 +24,8 @@ from weightsmith._execution.output import other_sizes
 from weightsmith._execution.progress import similar_time
 from weightsmith._execution.together import TASK_FACTOR
 from weightsmith._features.quantisation.calibration.weights import (
-    CALIBRATED,
     by_weight,
-    calibrated_weights,
+    calibrated_tensors,
     of_calibration,
     steps_read,
 )
@@ -60,9 +60,6 @@ from weightsmith._plans.summary import (
 
 if TYPE_CHECKING:
     from weightsmith.abc.output import Target
-
-TORCH_BYTES = 250 << 20
-"""Memory of torch, imported and at work, measured with the CPU build."""
 
 
 def summary_of(plan: Plan, options: Mapping[str, Any], *, allow_code: bool) -> Summary:
@@ -282,7 +279,7 @@ def _modules(prepared: Prepared, shown: Plan) -> tuple[ModuleFacts, ...]:
 
 
 def _stored(plan: Plan) -> tuple[StoredFacts, ...]:
-    why = stored_plain(plan) | dict.fromkeys(calibrated_weights(plan), CALIBRATED)
+    why = stored_plain(plan) | calibrated_tensors(plan)
     steps = plan.steps if plan.encodings else ()
     groups = grouped(((step.encoding, why.get(step.out.name, "")), step) for step in steps)
     facts = [
@@ -310,7 +307,9 @@ def _memory(prepared: Prepared, options: RunOptions, out: Target, matrix_bytes: 
         peak += (n - 1) * (PROCESS_BYTES + tensors_bytes(prepared) + _task_bytes(plan))
     if matrix_bytes:
         # Whole matrices: in each process as many as fit the bound, at least one; and torch, which is there for them alone.
-        peak += n * (max(matrix_bytes, min(resources.resident_bytes, matrix_bytes * -(-threads // n))) + TORCH_BYTES)
+        peak += n * (
+            max(matrix_bytes, min(resources.resident_bytes, matrix_bytes * -(-threads // n))) + torch_use.installed_bytes()
+        )
     return Memory(peak, threads, tile_bytes, any(map(of_calibration, plan.products)))
 
 
@@ -322,4 +321,4 @@ def _task_bytes(plan: Plan) -> int:
         weights[names[0]].shape[-1] ** 2 + sum(math.prod(weights[name].shape[-2:]) for name in names)
         for names in by_site(weights).values()
     ]
-    return TORCH_BYTES + TASK_FACTOR * 4 * max(sizes) if sizes else 0
+    return torch_use.installed_bytes() + TASK_FACTOR * 4 * max(sizes) if sizes else 0

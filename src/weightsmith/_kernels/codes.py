@@ -341,6 +341,32 @@ def quantise_transposed(
 
 
 @kernel
+def group_costs(
+    rows: np.ndarray, group: int, scales: np.ndarray, zeros: np.ndarray, bits: int, costs: np.ndarray, totals: np.ndarray
+) -> None:
+    """totals = Σ costs · (row - (code - zero) · scale)² of each group, with the codes of `quantise_transposed`.
+
+    rows           float32 [n, cols], finite
+    group          elements of a row that share a scale and a zero
+    scales, zeros  float32 [n, cols / group]; scales are positive, zeros whole numbers
+    bits           codes are held to 0 … 2^bits - 1
+    costs          float32 [cols]
+    totals         float64 [n, cols / group]: sums of float64, in the order of the columns
+    """
+    top, zero = np.float32((1 << bits) - 1), np.float32(0)
+    for o in range(rows.shape[0]):
+        for g in range(scales.shape[1]):
+            scale, shift, row, total = scales[o, g], zeros[o, g], rows[o], np.float64(0)
+            for j in range(g * group, (g + 1) * group):
+                q = np.rint(row[j] / scale) + shift
+                q = top if q > top else q
+                q = zero if q < zero else q
+                error = row[j] - (q - shift) * scale
+                total += np.float64(costs[j]) * np.float64(error) * np.float64(error)
+            totals[o, g] = total
+
+
+@kernel
 def dequantise_transposed(
     codes: np.ndarray,
     zeros: np.ndarray,

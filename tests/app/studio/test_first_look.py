@@ -352,7 +352,7 @@ def test_a_name_is_asked_for_until_the_answer_is_about_it(browser: Any, studio: 
         visit.has("#why", "Checking the name")
         assert disabled(page, "#merge")
         visit.until("!document.querySelector('#merge').disabled")
-        assert asked == ["lost", "lost"]
+        assert asked.count("lost") == 2
         page.fill("#name", "../late")
         while not held:
             page.wait_for_timeout(20)

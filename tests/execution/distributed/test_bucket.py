@@ -192,7 +192,7 @@ def test_a_worker_that_is_stopped_too_late_removes_nothing_that_was_published(
 ) -> None:
     """It has uploaded its file, and finds that the claim is gone: the run has published what a second worker made."""
     monkeypatch.setattr(cluster, "SLOW_SECONDS", 0.2)
-    put, publish, check = BucketTarget._put, BucketTarget.publish, BucketTarget._check_claim
+    put, publish, put_and_check = BucketTarget._put, BucketTarget.publish, BucketTarget.put
     late, published, ended = list[str](), threading.Event(), threading.Event()
     slow = list[int]()
 
@@ -208,16 +208,16 @@ def test_a_worker_that_is_stopped_too_late_removes_nothing_that_was_published(
         publish(self, *args, **options)
         published.set()
 
-    def check_and_tell(self: BucketTarget, *args: Any) -> None:
+    def check_and_tell(self: BucketTarget, name: str, file: Path) -> Any:
         try:
-            check(self, *args)
+            return put_and_check(self, name, file)
         finally:
-            if published.is_set() and threading.get_ident() in slow:
+            if threading.get_ident() in slow:
                 ended.set()
 
     monkeypatch.setattr(BucketTarget, "_put", put_slowly)
     monkeypatch.setattr(BucketTarget, "publish", tell)
-    monkeypatch.setattr(BucketTarget, "_check_claim", check_and_tell)
+    monkeypatch.setattr(BucketTarget, "put", check_and_tell)
     merge(Threads(2))
     assert ended.wait(60)
     time.sleep(0.2)

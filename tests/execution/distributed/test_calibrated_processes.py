@@ -15,6 +15,7 @@ import pytest
 
 import weightsmith
 from tests.execution.test_run import files
+from weightsmith._base import torch_use
 from weightsmith._base.errors import ParameterError
 from weightsmith._execution.processes import LocalWorkers
 from weightsmith._outputs.area import staging_folder
@@ -179,11 +180,10 @@ def test_a_plan_counts_the_memory_of_the_processes_that_help(here: Path) -> None
         plan = weightsmith.plan_quantize("model", format="w4a16", check_loading=False, **options)
         return plan.summary(threads=2, processes=processes).memory.peak_bytes
 
-    from weightsmith._execution import summary
     from weightsmith._execution.together import TASK_FACTOR
 
     largest = 4 * (128 * 128 + 2 * 96 * 128)  # gate and up, and the Hessian of what enters both
-    helper = summary.TORCH_BYTES + TASK_FACTOR * max(largest, 4 * (128 * 128 + 3 * 128 * 128))
+    helper = torch_use.installed_bytes() + TASK_FACTOR * max(largest, 4 * (128 * 128 + 3 * 128 * 128))
     assert promised(2) - promised(1) >= helper
     assert promised(2) - promised(1) < helper + (200 << 20)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from weightsmith._base.errors import FormatError, NonFinite, ParameterError, Unsupported
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._kernels.codes import pack_down
-from weightsmith._models.formats import find_encoding
+from weightsmith._models.formats import awq, find_encoding, hessians
 from weightsmith._models.formats.exl2.layout import BITS, padded, stored_specs, why_illegal
 from weightsmith._models.formats.exl2.writing import (
     GRID,
@@ -24,7 +24,7 @@ from weightsmith._models.formats.exl2.writing import (
     quantise_matrix,
     scale_values,
 )
-from weightsmith._models.formats.hessians import COPIED, INVERTED, Group, Groups, prepare
+from weightsmith._models.formats.hessians import COPIED, INVERTED, CodesOf, Group, Groups, prepare
 from weightsmith.abc.stored import FactoredHessian, Unread
 
 WORDS = {
@@ -444,6 +444,31 @@ def test_integers_with_a_hessian_change_the_output_less(encoding: str) -> None:
         return float(np.linalg.norm(x @ decoded.T - y) / np.linalg.norm(y))
 
     assert error(None) > 1.35 * error(prepare(x.T @ x))
+
+
+def test_awq_narrows_a_range_for_numbers_that_matter_less_than_their_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x, kind = random_weight(64, 256), random_inputs(256), find_encoding("awq-4bit")
+    weight[:, ::32] *= 6
+    x[:, ::32] *= 0.01
+    hessian = prepare(x.T @ x)
+
+    def error() -> float:
+        decoded = kind.dequantise(kind.quantise(weight, hessian, 1), weight.shape)
+        return float(np.linalg.norm(x @ (decoded - weight).T))
+
+    narrowed = error()
+    monkeypatch.setattr(awq, "_SHARES", ())
+    assert narrowed < 0.8 * error()
+
+
+def test_what_an_error_costs_is_what_later_features_cannot_make_up_for() -> None:
+    x = random_inputs(128)
+    hessian = prepare(x.T @ x)
+    last = hessian.order[-1]
+    damped = x.T @ x + np.eye(128, dtype=np.float32) * hessians.DAMPING * np.square(x).sum(0).mean()
+    costs = CodesOf(hessian, 4).costs
+    assert costs[last] == pytest.approx(damped[last, last], rel=1e-3)  # no feature follows it
+    assert (costs <= damped.diagonal() * 1.001).all()
 
 
 @pytest.mark.parametrize(("name", "other"), [("w4a16-g64", "gptq-4bit-g64"), ("w8a16", "gptq-8bit")])

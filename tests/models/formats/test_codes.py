@@ -76,6 +76,20 @@ def test_quantise_affine_is_its_twin(rows: np.ndarray, scale: float, bias: float
 
 
 @settings(max_examples=30)
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 40), st.sampled_from([4, 8]), st.integers(0, 99))
+def test_group_costs_are_those_of_numpy(n: int, groups_of_row: int, group: int, bits: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows = rng.standard_normal((n, groups_of_row * group)).astype(np.float32)
+    scales = np.exp(rng.standard_normal((n, groups_of_row)) - 2).astype(np.float32)
+    zeros = rng.integers(0, 2**bits, scales.shape).astype(np.float32)
+    costs, totals = rng.random(rows.shape[1]).astype(np.float32), np.empty(scales.shape)
+    codes.group_costs(rows, group, scales, zeros, bits, costs, totals)
+    flat = rows.reshape(-1, group), scales.reshape(-1), zeros.reshape(-1), bits
+    expected = reference.group_costs(*flat, np.broadcast_to(costs, rows.shape).reshape(-1, group))
+    np.testing.assert_allclose(totals.reshape(-1), expected, rtol=1e-12)
+
+
+@settings(max_examples=30)
 @given(st.integers(1, 20), st.integers(1, 70), st.integers(1, 9), st.integers(1, 80), st.integers(0, 99))
 def test_block_maxima_are_those_of_numpy(n: int, cols: int, high: int, wide: int, seed: int) -> None:
     rows = np.random.default_rng(seed).standard_normal((n, cols)).astype(np.float32)

@@ -501,6 +501,33 @@ def test_a_tokenizer_that_differs_is_noted(tmp_path: Path) -> None:
     assert warning.what.endswith("are not used: tokenizer.json")
 
 
+def vocabulary(*tokens: str) -> str:
+    return json.dumps({"model": {"type": "BPE", "vocab": {token: i for i, token in enumerate(tokens)}}})
+
+
+@pytest.mark.parametrize("rows", [TOKENS, TOKENS - 1, 0])
+def test_the_tokenizer_of_an_adapter_that_trained_other_tokens_is_taken(rows: int, tmp_path: Path) -> None:
+    """The base has rows to spare for added tokens, or such tokens in reserve, so the embedding need not grow."""
+    names = ("lm_head", "model.embed_tokens")
+    tensors = factors(Q, H, H) | {f"{P}{name}.weight": normal(rows, H) for name in names}
+    if not rows:
+        embedding = f"{P}model.embed_tokens.lora_embedding_"
+        tensors = factors(Q, H, H) | {f"{embedding}A": normal(4, TOKENS), f"{embedding}B": normal(H, 4)}
+    model, lora = base(tmp_path / "base"), adapter(tmp_path / "a", tensors)
+    (model / "tokenizer.json").write_text(vocabulary("a", "b"))
+    recipe = {"merge_method": "passthrough", "models": [{"model": f"{model}+{lora}"}]}
+    (lora / "tokenizer.json").write_text(vocabulary("a", "b", "<im>"))
+    note = "the adapter has trained other tokens than the base's: the tokenizer is the one beside it: tokenizer.json"
+    assert note in [w.what for w in weightsmith.plan(recipe).warnings]
+    weightsmith.merge(recipe, tmp_path / "out", progress=False)
+    assert (tmp_path / "out/tokenizer.json").read_text() == vocabulary("a", "b", "<im>")
+    (lora / "tokenizer.json").write_text(f"{vocabulary('a', 'b')} ")  # the same tokens
+    weightsmith.merge(recipe, tmp_path / "same", progress=False)
+    assert (tmp_path / "same/tokenizer.json").read_text() == vocabulary("a", "b")
+    (lora / "tokenizer.json").write_text("not json")
+    assert any("are not used: tokenizer.json" in w.what for w in weightsmith.plan(recipe).warnings)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["linear", "ties"])
 def test_modules_that_are_saved_whole_are_merged_as_those_of_models(method: str, tmp_path: Path) -> None:

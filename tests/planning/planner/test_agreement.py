@@ -141,7 +141,7 @@ def test_ids_that_stand_for_other_tokens_are_a_warning(tmp_path: Path) -> None:
     assert said(tmp_path, {}, {}, {}, **files) == [
         "tokenizer.json: the models differ in their tokenizers: the same ids mean different tokens; the output has m0's\n"
         "  m1: 2 of 3 ids; 1 is 'c', and 'b' in m0\n"
-        "  -> Match rows by token with tokenizer_source: base, or union."
+        "  -> Set tokenizer_source: base, or union, which match rows by token."
     ]
 
 

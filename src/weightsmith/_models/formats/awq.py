@@ -8,10 +8,11 @@ A weight is (code - zero) · scale. The layouts of other kernels (gemv, gemv_fas
 
 awq-4bit is this layout, with scales of the range of the group, 0 included, / 15, as `transposed.half_scales` rounds them. The
 zero is the code of 0, rounded to nearest as the codes are, in float32, over the scale as stored. A calibration first scales
-the input features of weights, and divides what makes them (`scaled`). Then it chooses codes as for GPTQ.
+the input features of weights, and divides what makes them (`scaled`). Ranges of groups then become narrower where this makes
+the output's error smaller (Lin et al. 2023, https://arxiv.org/abs/2306.00978), and codes are chosen as for GPTQ.
 
-**Error.** For every finite x of a group with scale s, |(code - zero) · s - x| ≤ 0.57 · s: half a step, and more at the upper
-end of the range if the scale was rounded down.
+**Error,** without a calibration. For every finite x of a group with scale s, |(code - zero) · s - x| ≤ 0.57 · s: half a step,
+and more at the upper end of the range if the scale was rounded down.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ from weightsmith.abc.tensors import Tensors
 METHOD = "awq"
 BITS = 4
 _PARTS = (".qweight", ".qzeros", ".scales")
+_SHARES = tuple(np.float32(share) for share in (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55))
+"""Of a range, that are tried."""
 _ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7], np.uint32)
 """The nibble that holds output i of 8."""
 
@@ -143,13 +146,13 @@ class Awq(TransposedEncoding):
         from weightsmith._kernels.codes import group_extremes
 
         group, (qweight, qzeros, scales) = self.group, arrays
-        top, middle = (1 << self.bits) - 1, 1 << (self.bits - 1)
-        lows, highs = np.empty((2, weight.size // group), np.float32)
-        group_extremes(weight.reshape(-1), group, lows, highs)
-        lows = np.minimum(lows, 0)
-        with np.errstate(over="ignore"):  # an infinite range has no scale
-            steps = half_scales(np.maximum(highs, 0) - lows, top).reshape(len(weight), -1)
-        zeros = np.clip(np.rint(-lows.reshape(steps.shape) / steps), 0, top)
+        middle = 1 << (self.bits - 1)
+        lows, highs = np.empty((2, len(weight), weight.shape[1] // group), np.float32)
+        group_extremes(weight.reshape(-1), group, lows.reshape(-1), highs.reshape(-1))
+        lows, highs = np.minimum(lows, 0), np.maximum(highs, 0)
+        steps, zeros = self._grid(lows, highs)
+        if codes_of is not None:
+            self._narrow(weight, lows, highs, codes_of.costs, steps, zeros)
         scales[:] = steps.T
         qzeros[:] = _packed(np.ascontiguousarray(zeros.T.astype(np.uint8)))
         if codes_of is not None:  # they are symmetric: those of a weight whose zeros are in the middle
@@ -157,6 +160,29 @@ class Awq(TransposedEncoding):
             weight, steps, zeros = codes_of(shifted, steps), np.ones_like(steps), np.full_like(zeros, middle)
         for outputs, codes in transposed_codes(weight, steps, zeros, self.bits):
             qweight[:, outputs.start // 8 : outputs.stop // 8] = _packed(codes)
+
+    def _grid(self, lows: Rows, highs: Rows) -> tuple[Rows, Rows]:
+        """The scales and the zeros of ranges, float32 [N, groups] each. Raises NonFinite."""
+        top = (1 << self.bits) - 1
+        with np.errstate(over="ignore"):  # an infinite range has no scale
+            steps = half_scales((highs - lows).reshape(-1), top).reshape(lows.shape)
+        return steps, np.clip(np.rint(-lows / steps), 0, top)
+
+    def _narrow(self, weight: Rows, lows: Rows, highs: Rows, costs: Rows, steps: Rows, zeros: Rows) -> None:
+        """Give groups the scales and zeros of a narrower range, where what this clips costs less than what it gains.
+
+        costs         of the square of an error, by column
+        steps, zeros  of the whole ranges; changed in place
+        """
+        from weightsmith._kernels.codes import group_costs
+
+        least, totals = np.empty((2, *steps.shape))
+        group_costs(weight, self.group, steps, zeros, self.bits, costs, least)
+        for share in _SHARES:
+            tried_steps, tried_zeros = self._grid(lows * share, highs * share)
+            group_costs(weight, self.group, tried_steps, tried_zeros, self.bits, costs, totals)
+            better = totals < least
+            least[better], steps[better], zeros[better] = totals[better], tried_steps[better], tried_zeros[better]
 
     def dequantise(self, arrays: Arrays, shape: tuple[int, ...]) -> Rows:
         from weightsmith._kernels.codes import dequantise_transposed

@@ -14,6 +14,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -24,9 +25,6 @@ from weightsmith._base.torch_use import Tensor, one_thread
 from weightsmith.abc.product import Arrays, Floats
 from weightsmith.abc.stored import FactoredHessian, Unread
 
-CodesOf = Callable[[Floats, Floats], Floats]
-"""(weight [rows, cols], scales [rows, groups]) → codes that suit the weight's inputs, float32 [rows, cols]: integers of
--2^(bits - 1) … 2^(bits - 1) - 1."""
 Places = npt.NDArray[np.int64]
 Codes = npt.NDArray[np.uint8]
 ScalesOf = Callable[[int, Floats], tuple[Floats, Places]]
@@ -186,6 +184,25 @@ def quantise_fixed_groups(weight: Floats, hessian: FactoredHessian, bits: int, s
     return codes
 
 
+@dataclass(frozen=True, slots=True)
+class CodesOf:
+    """(weight [N, K], scales [N, groups]) → codes that suit the weight's inputs, float32 [N, K]: integers of -2^(bits - 1) …
+    2^(bits - 1) - 1."""
+
+    hessian: FactoredHessian
+    bits: int
+
+    def __call__(self, weight: Floats, scales: Floats) -> Floats:
+        return quantise_fixed_groups(weight, self.hessian, self.bits, scales)
+
+    @property
+    def costs(self) -> Floats:
+        """What the square of an error of each input feature costs, float32 [K]: what later features cannot make up for."""
+        costs = np.empty(len(self.hessian.order), np.float32)
+        costs[self.hessian.order] = self.hessian.factor.diagonal().numpy() ** -2
+        return costs
+
+
 def quantise_groups(
     weight: Floats | Unread, hessian: FactoredHessian | None, bits: int, encode: Callable[[Floats, CodesOf | None], Arrays]
 ) -> Arrays:
@@ -199,7 +216,7 @@ def quantise_groups(
         raise NonFinite("a weight is NaN or infinite", fix="repair the model")
     if hessian is None:
         return encode(plain, None)
-    return encode(plain, lambda rows, scales: quantise_fixed_groups(rows, hessian, bits, scales))
+    return encode(plain, CodesOf(hessian, bits))
 
 
 # ---- rounding

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 import shutil
@@ -19,7 +20,7 @@ from weightsmith._base.files import same_bytes, show
 from weightsmith._base.idioms import grouped
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._base.text import count
-from weightsmith._files.copied import holds_tokens
+from weightsmith._files.copied import holds_tokens, is_tokenizer
 from weightsmith._models.checkpoint import Checkpoint, ModelFolder
 from weightsmith._models.lora.adapter import Adapter, Factors, OtherParts
 from weightsmith._models.lora.experts import StackedPlaces, match_stacked, names_of
@@ -46,6 +47,7 @@ from weightsmith._models.structure.vocabulary import (
     tie_flag,
     untie,
 )
+from weightsmith._models.tokenizers.vocabulary import read_vocabulary
 from weightsmith.abc.adapter import AdapterModule
 
 _SHOWN = 8  # problems that a message lists
@@ -86,7 +88,8 @@ def apply_adapter(base: Checkpoint, adapter: Adapter, ref: str, names: Names = d
     match, adapter_checkpoint = _matched(base, adapter, ref, names), adapter.checkpoint
     notes = [*base.notes, *adapter_checkpoint.notes, *match.notes, *_unused(adapter)]
     base.fetch([name for name in adapter_checkpoint.files if name in base.files])
-    replaced = match.grown and not base.subfolders and any(map(holds_tokens, adapter_checkpoint.files))
+    replaced = not base.subfolders and any(map(holds_tokens, adapter_checkpoint.files))
+    replaced = replaced and (match.grown or (match.trains_tokens and _has_other_tokens(base, adapter_checkpoint)))
     if not replaced and (
         other := [
             name for name in adapter_checkpoint.files if not same_bytes(adapter_checkpoint.folder / name, base.folder / name)
@@ -103,7 +106,8 @@ def apply_adapter(base: Checkpoint, adapter: Adapter, ref: str, names: Names = d
     )
     if replaced:
         folder = _with_tokenizer(base, adapter_checkpoint, folder)
-        what = f"the adapter adds tokens: the tokenizer is the one beside it: {', '.join(adapter_checkpoint.files)}"
+        why = "the adapter adds tokens" if match.grown else "the adapter has trained other tokens than the base's"
+        what = f"{why}: the tokenizer is the one beside it: {', '.join(adapter_checkpoint.files)}"
         notes.append(Finding(what, ref))
     source = Adapted(base, adapter_checkpoint, match.origins(), ref)
     return Checkpoint(
@@ -122,6 +126,15 @@ def _with_tokenizer(base: Checkpoint, adapter: Checkpoint, folder: ModelFolder) 
             shutil.copyfile(source.folder / name, Path(temporary.name) / name)
     files = tuple(sorted({*kept, *adapter.files}))
     return replace(folder, path=Path(temporary.name), files=files, subfolders=(), temporary=temporary)
+
+
+def _has_other_tokens(base: Checkpoint, adapter: Checkpoint) -> bool:
+    """Whether the tokenizer that lies beside an adapter has other tokens than the base's. False if one cannot be read."""
+    base.fetch([name for name in base.files if is_tokenizer(name)])
+    with contextlib.suppress(FormatError):
+        ours, theirs = (read_vocabulary(model.ref, model.folder, model.files) for model in (base, adapter))
+        return ours is not None and theirs is not None and ours.ids != theirs.ids
+    return False
 
 
 def _unused(adapter: Adapter) -> Iterator[Finding]:
@@ -211,6 +224,11 @@ class _Match:
         if adapter.as_one and (tied := self._tied_embedding()):
             self.adapter, self._shared = self._with_one_vocabulary(tied), True
         self._match()
+
+    @property
+    def trains_tokens(self) -> bool:
+        """Whether the adapter changes or replaces the token embedding."""
+        return any(map(names_embedding, (*self._replaced, *self._updates, *self._changes)))
 
     def origins(self) -> dict[str, AdaptedTensor]:
         """What each tensor of the result is made from."""

@@ -278,7 +278,7 @@ def _tokenizers(models: Sequence[ComparedModel], donor: int) -> list[Finding]:
     if differing:
         what = "the models differ in their tokenizers: the same ids mean different tokens"
         what += f"; the output has {models[donor].label}'s"
-        fix = "match rows by token with tokenizer_source: base, or union"
+        fix = "set tokenizer_source: base, or union, which match rows by token"
         findings.append(Finding(what, "tokenizer.json", tuple(differing), fix))
     if lacking:
         what = f"the output has the tokenizer of {models[donor].label}, which lacks tokens of other models"

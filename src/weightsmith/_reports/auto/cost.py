@@ -20,7 +20,7 @@ from weightsmith._activations.statistics import find_statistic
 from weightsmith._base.report.blocks import Column, Facts, Report, Reported, Table, Value
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._base.text import count, duration, size
-from weightsmith._base.torch_use import one_thread, usable_device
+from weightsmith._base.torch_use import installed_bytes, one_thread, usable_device
 from weightsmith._engine.resources import Resources
 from weightsmith._engine.results import DISK_SHARE
 from weightsmith._methods.regmean import KIND
@@ -34,8 +34,8 @@ from weightsmith._reports.tuning.evaluator import BATCH_TOKENS, parts_of
 STATISTICS = "statistics"
 """The folder of statistics, in that of unfinished work."""
 
-PROCESS_BYTES = 660_000_000
-"""Memory of Python, torch and transformers with their CPU builds, and of what malloc keeps. 533 to 635 MB were measured."""
+PROCESS_BYTES = 400_000_000
+"""Memory of Python and transformers, and of what malloc keeps. With torch's CPU build, 533 to 635 MB were measured."""
 
 JOB_BYTES = 8_000_000
 """Memory of a job besides its matrices: torch's linear algebra and its work space."""
@@ -244,7 +244,7 @@ def memory_use(one: Opened, search: SearchSize, resources: Resources, *, remembe
         cached = sum(spec.shape[0] for spec in linear if spec.name.endswith((".k_proj.weight", ".v_proj.weight")))
         of_thread = ROWS_TOGETHER * (DRAWN_BYTES * vocabulary + 4 * tokens * cached)
         most_bytes = max(most_bytes, whole_bytes + resources.workers * of_thread)
-    return PROCESS_BYTES + most_bytes
+    return PROCESS_BYTES + installed_bytes() + most_bytes
 
 
 def _sums_bytes(layer: Sequence[TensorSpec]) -> int:
