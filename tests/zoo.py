@@ -134,6 +134,7 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", HEADS),
     "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", HEADS),
     "gemma3-text": ("Gemma3ForCausalLM", "Gemma3TextConfig", HEADS),
+    "olmo": ("OlmoForCausalLM", "OlmoConfig", {**SIZES, "clip_qkv": 0.25}),
     "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", SIZES),
     "olmo3": ("Olmo3ForCausalLM", "Olmo3Config", SIZES),
     "olmoe": (

@@ -24,9 +24,8 @@ from weightsmith._execution.output import other_sizes
 from weightsmith._execution.progress import similar_time
 from weightsmith._execution.together import TASK_FACTOR
 from weightsmith._features.quantisation.calibration.weights import (
-    CALIBRATED,
     by_weight,
-    calibrated_weights,
+    calibrated_tensors,
     of_calibration,
     steps_read,
 )
@@ -280,7 +279,7 @@ def _modules(prepared: Prepared, shown: Plan) -> tuple[ModuleFacts, ...]:
 
 
 def _stored(plan: Plan) -> tuple[StoredFacts, ...]:
-    why = stored_plain(plan) | dict.fromkeys(calibrated_weights(plan), CALIBRATED)
+    why = stored_plain(plan) | calibrated_tensors(plan)
     steps = plan.steps if plan.encodings else ()
     groups = grouped(((step.encoding, why.get(step.out.name, "")), step) for step in steps)
     facts = [

@@ -29,6 +29,8 @@ from weightsmith._activations.decoder import Base
 from weightsmith._activations.decoder.forward import Decoder, build
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.products import find_kind
+from weightsmith._execution.options import RunOptions
+from weightsmith._execution.summary import summarise
 from weightsmith._features.quantisation.calibration.scaling import (
     Scaling,
     chosen_features,
@@ -180,7 +182,7 @@ def test_scales_make_the_error_smaller_and_change_norms_and_biases(
     uneven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scaled = quantise(uneven, tmp_path / "scaled", options_of(tmp_path), name="awq-4bit")
-    assert not [finding for finding in scaled.plan.warnings if "without scales" in finding.what]
+    assert not [finding for finding in scaled.plan.warnings if "no AWQ scales" in finding.what]
     plain, stored = (load_file(folder / "model.safetensors") for folder in (uneven, tmp_path / "scaled"))
     same = {name for name, tensor in plain.items() if name in stored and torch.equal(tensor, stored[name])}
     assert same == {"model.embed_tokens.weight", "model.norm.weight"} | {
@@ -206,6 +208,16 @@ def test_the_bytes_depend_on_nothing_but_the_work(uneven: Path, tmp_path: Path, 
             output = captured(prepared, prepared.plan.products, memory)
             runs.append({name: [array.tobytes() for array in arrays] for name, arrays in output.arrays.items()})
         assert runs[0] == runs[1]
+
+
+def test_the_plan_counts_weights_without_scales_and_tensors_that_change(tmp_path: Path) -> None:
+    phi3 = save_model(tmp_path / "phi3", "phi3")  # value and up are parts of fused matrices
+    with prepared_for(phi3, options_of(tmp_path), "awq-4bit") as prepared:
+        warnings = [str(finding) for finding in prepared.plan.warnings]
+        stored = {facts.why: facts.tensors for facts in summarise(prepared, RunOptions()).stored}
+    assert any("4 of 8 weights get no AWQ scales" in warning for warning in warnings), warnings
+    assert stored["calibrated: quantised for what enters the layer"] == 8
+    assert stored["it changes with the scales of calibrated weights"] == 4
 
 
 def test_norms_of_a_merge_are_scaled_as_the_merge_would_store_them(uneven: Path, tmp_path: Path) -> None:

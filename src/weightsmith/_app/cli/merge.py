@@ -481,7 +481,7 @@ def _explain(prepared: Prepared, pattern: str, *, as_json: bool) -> None:
 
 
 def _explanation(prepared: Prepared, tensor: str) -> dict[str, Any]:
-    from weightsmith._features.quantisation.calibration.weights import calibrated_weights
+    from weightsmith._features.quantisation.calibration.weights import CALIBRATED, calibrated_tensors
 
     plan, step, refs = prepared.plan, _step(prepared, tensor), [m.ref for m in prepared.plan.models]
     return {
@@ -494,7 +494,7 @@ def _explanation(prepared: Prepared, tensor: str) -> dict[str, Any]:
             {"name": out.name, "dtype": out.dtype.name, "shape": list(out.shape)} for out in step.outs if plan.then is None
         ],
         "measured_first": plan.then is not None,
-        "calibrated": tensor in calibrated_weights(plan),
+        "calibrated": calibrated_tensors(plan).get(tensor) == CALIBRATED,
         "inputs": [{"model": refs[model], "tensor": name} for model, name in _inputs(step)],
         "pieces": [{"name": p.out.name, "shape": list(p.out.shape), "op": p.op} for p in step.pieces],
         "parameters": [
@@ -540,14 +540,14 @@ def _stored_as(encoding: str) -> str:
 def _notes(plan: Plan, step: Step) -> Iterator[str]:
     """Notes on a tensor: its storage, and the reason if no model or method changes it."""
     from weightsmith import _methods as methods
-    from weightsmith._features.quantisation.calibration.weights import CALIBRATED, calibrated_weights
+    from weightsmith._features.quantisation.calibration.weights import calibrated_tensors
     from weightsmith._planning.planner.encode import stored_plain
     from weightsmith._plans import PLAIN
 
     if plan.then is not None:
         yield f"the model is measured first, for {plan.provenance.format}: that decides how this is stored"
-    if step.out.name in calibrated_weights(plan):
-        yield CALIBRATED
+    if why := calibrated_tensors(plan).get(step.out.name):
+        yield why
     if step.encoding != PLAIN:
         yield f"stored as {step.encoding}: {', '.join(f'{out.name} {out.dtype}' for out in step.outs)}"
     elif plan.encodings:

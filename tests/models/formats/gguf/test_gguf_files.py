@@ -195,7 +195,9 @@ FAMILIES = {
     "gemma": "GEMMA",
     "phi": "PHI2",
     "smollm3": "SMOLLM3",
+    "olmo": "OLMO",
     "olmo2": "OLMO2",
+    "gpt-neox": "GPTNEOX",
     "olmo3": "OLMO2",
     "olmoe": "OLMOE",
     "granite": "GRANITE",
@@ -260,6 +262,7 @@ OWN: dict[str, dict[str, Any]] = {
     | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
     **dict.fromkeys(("granite", "granite-moe", "granite-moe-shared", "granite-4", "granite-hybrid-moe"), GRANITE),
     "nemotron-h-moe": {"intermediate_size": 21504},
+    "gpt-neox": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}},
     "granite-hybrid": GRANITE | {"intermediate_size": 16, "num_experts_per_tok": 0, "position_embedding_type": "nope"},
 }
 SHIFTED = ("gemma", "gemma2", "gemma3-text", "qwen3-next", "qwen3.5", "qwen3.5-moe")
@@ -371,6 +374,44 @@ def test_settings_of_nemotron_h_that_llama_cpp_does_not_have(
     changed(source, **changes)
     with pytest.raises(PlanError, match=words):
         quantize(source, tmp_path / "q", "q8_0")
+
+
+def test_rope_of_pythia_as_published(tmp_path: Path, tokenizers: dict[str, Path]) -> None:
+    """transformers ignores rope_theta outside of rope_parameters; the buffers of Pythia's files are left out."""
+    source = zoo.save("gpt-neox", tmp_path / "m", 1, vocab_size=262)
+    with weightsmith.open_checkpoint(source) as checkpoint:
+        tensors, config = {name: checkpoint.read(name) for name in checkpoint.specs}, dict(checkpoint.config or {})
+    layer = "gpt_neox.layers.0.attention"
+    tensors |= {f"{layer}.bias": np.ones((1, 1, 8, 8), np.uint8), f"{layer}.masked_bias": np.ones((), np.float32)}
+    tensors[f"{layer}.rotary_emb.inv_freq"] = np.ones(2, np.float32)
+    del config["rope_parameters"]
+    write_checkpoint(source, tensors, config | {"rotary_pct": 0.5, "rotary_emb_base": 5000, "rope_theta": 7.0})
+    (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
+    path = quantize(source, tmp_path / "q", "q8_0")
+    keys = read_gguf_header(path).keys
+    assert (keys["gptneox.rope.freq_base"], keys["gptneox.rope.dimension_count"]) == (5000.0, 4)
+    assert not any("rotary" in name or "masked" in name for name in stored(path))
+
+
+def test_heads_of_pythia_in_a_merge(tmp_path: Path, tokenizers: dict[str, Path]) -> None:
+    for seed, name in enumerate("ab"):
+        source = zoo.save("gpt-neox", tmp_path / name, seed, vocab_size=262)
+        (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
+    models = [{"model": str(tmp_path / name), "parameters": {"weight": 0.5}} for name in "ab"]
+    recipe: dict[str, Any] = {"merge_method": "linear", "models": models}
+    with pytest.raises(PlanError, match="has the heads of q, k and v of this tensor in another order") as caught:
+        weightsmith.plan(recipe, quantize="gguf-q8_0")
+    assert "then quantise the result" in str(caught.value)
+
+
+def test_norms_of_olmo_that_add_another_number(tmp_path: Path, tokenizers: dict[str, Path]) -> None:
+    source = zoo.save("olmo", tmp_path / "m", 1, vocab_size=262)
+    (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
+    path = quantize(source, tmp_path / "q", "f32")
+    keys, there = keys_and_tensors(path, "olmo")
+    wrong = write_gguf(tmp_path / "wrong.gguf", "olmo", there, keys | {"attention.layer_norm_epsilon": 1e-3})
+    with pytest.raises(Unsupported, match=r"attention\.layer_norm_epsilon is 0.001, and transformers takes 1e-05 for granted"):
+        weightsmith.open_checkpoint(wrong)
 
 
 @pytest.mark.slow

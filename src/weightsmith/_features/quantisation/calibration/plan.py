@@ -117,8 +117,8 @@ def calibrate(chain: Chain, draft: PlanDraft, prefix: str = "", *, cache: CacheE
         is_copied = step in calibrated or step.out.name.removeprefix(prefix) in changed
         steps += copies if is_copied else [step]
     if unscaled := [name for name in scales if name in inside and name not in scaled]:
-        what = f"{len(unscaled):,} of {len(scales):,} weights are quantised without scales for their inputs, which"
-        draft.warn(f"{what} something else reads, too, or which what makes them cannot be divided by", unscaled[0])
+        what = f"{len(unscaled):,} of {len(scales):,} weights get no AWQ scales: scaling their inputs would change the model"
+        draft.warn(what, unscaled[0])
     draft.steps = with_scales(steps, products)
     chain.add_to(draft, products)
 

@@ -10,6 +10,7 @@ from weightsmith._models.formats import find_encoding
 from weightsmith._plans import PLAIN, Plan, PlanDraft, Product, Step
 
 CALIBRATED = "calibrated: quantised for what enters the layer"
+RESCALED = "it changes with the scales of calibrated weights"
 
 
 def by_weight(plan: Plan) -> Plan:
@@ -41,10 +42,11 @@ def by_weight(plan: Plan) -> Plan:
     return draft.finish(stored=False)
 
 
-def calibrated_weights(plan: Plan) -> frozenset[str]:
-    """The weights of a plan by weight that are calibrated."""
+def calibrated_tensors(plan: Plan) -> dict[str, str]:
+    """The tensors of a plan by weight that a calibration makes: why they are stored as they are, by name."""
     makers = {product.name for product in plan.products if product.op == "quantised_layer"}
-    return frozenset(step.out.name for step in plan.steps if step.encoding != PLAIN and not makers.isdisjoint(step.needs))
+    made = [step for step in plan.steps if not makers.isdisjoint(step.needs)]
+    return {step.out.name: RESCALED if step.encoding == PLAIN else CALIBRATED for step in made}
 
 
 _CALIBRATION = "weightsmith._features.quantisation.calibration.", "weightsmith._activations."

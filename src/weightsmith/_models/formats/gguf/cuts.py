@@ -348,13 +348,19 @@ def _whole_shape(split: SplitTensor, shapes: Sequence[tuple[int, ...]]) -> tuple
 
 @dataclass(frozen=True, slots=True)
 class HeadOrder:
-    """Rows (axis 0) or columns (axis 1) of a tensor: `before` that stay, then `width` for each value head."""
+    """Rows (axis 0) or columns (axis 1) of a tensor: `before` that stay, then `width` for each value head.
+
+    parts     what they are, for users
+    settings  of config.json that say how many there are
+    """
 
     axis: Literal[0, 1]
     before: int
     keys: int
     values: int
     width: int
+    parts: str = "value heads"
+    settings: str = "linear_num_value_heads and the other linear_…"
 
     @property
     def size(self) -> int:
@@ -395,7 +401,7 @@ def ordered_weight(spec: TensorSpec, name: str, order: HeadOrder, natural_dtype:
     """A tensor under the Hub's name, from one of the file. Raises FormatError for one of another size than the keys say."""
     matrix = order.axis == 0 or len(spec.shape) == 2
     if not matrix or not spec.shape or spec.shape[order.axis] != order.size:
-        heads = f"{order.size:,} for {order.values:,} value heads"
+        heads = f"{order.size:,} for {order.values:,} {order.parts}"
         what = f"tensor {show(spec.name)} has the shape {list(spec.shape)}, not {heads}"
         raise FormatError(what, where=where, fix=DAMAGED)
     return OrderedWeight(TensorSpec(name, DTYPES["F32"], spec.shape), (spec.name,), natural_dtype, order)

@@ -589,10 +589,10 @@ def _in_order(step: Step, order: HeadOrder | None, draft: PlanDraft) -> Step:
         return step
     if (size := step.out.shape[order.axis]) != order.size:
         kind = ("rows", "columns")[order.axis]
-        what = f"it has {size:,} {kind}, and {order.size:,} with the {order.values:,} value heads of config.json"
-        raise FormatError(what, where=step.out.name, fix="repair linear_num_value_heads and the other linear_… in config.json")
+        what = f"it has {size:,} {kind}, and {order.size:,} with the {order.values:,} {order.parts} of config.json"
+        raise FormatError(what, where=step.out.name, fix=f"repair {order.settings} in config.json")
     if step.op not in (COPY, CAST):
-        what = "llama.cpp has the value heads of this tensor in another order, in which a merge would have other numbers"
+        what = f"llama.cpp has the {order.parts} of this tensor in another order, in which a merge would have other numbers"
         fix = f"merge without {named('quantize')}, then quantise the result"
         raise Unsupported(what, where=step.out.name, fix=fix)
     rows, cols = step.out.shape[0], step.out.size // step.out.shape[0]

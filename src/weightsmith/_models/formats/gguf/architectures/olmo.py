@@ -1,8 +1,20 @@
-"""OLMo 2 and 3, whose norms are behind attention and MLP, and OLMoE."""
+"""OLMo, whose norms have no weights, OLMo 2 and 3, whose norms are behind attention and MLP, and OLMoE."""
 
 from __future__ import annotations
 
-from weightsmith._models.formats.gguf.base.architecture import UNTIED, GgufArchitecture, GgufFamily, Windows, as_many_kv_heads
+from collections.abc import Mapping
+from typing import Any
+
+from weightsmith._base.errors import Unsupported
+from weightsmith._models.formats.gguf.base.architecture import (
+    UNTIED,
+    Contents,
+    GgufArchitecture,
+    GgufFamily,
+    Windows,
+    as_many_kv_heads,
+)
+from weightsmith._models.formats.gguf.base.rope import USE_ORIGINAL
 from weightsmith._models.formats.gguf.base.tensors import (
     ATTENTION,
     EXPERTS,
@@ -13,7 +25,39 @@ from weightsmith._models.formats.gguf.base.tensors import (
     PROJECTIONS,
     ROUTER,
 )
-from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufValues
+from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufKeys, GgufValues
+
+_EPS = 1e-5
+"""What the norms of OLMo add, in transformers' code."""
+_CLAMP = "attention.clamp_kqv"
+
+
+class Olmo(GgufArchitecture):
+    """OLMo."""
+
+    name = "olmo"
+    class_name = "OlmoForCausalLM"
+    model_types = ("olmo",)
+    square = True
+    layer = {**PROJECTIONS, **MLP}
+    ends = {"token_embd": "model.embed_tokens", "output": "lm_head"}
+    rotated = True
+    eps = ("attention.layer_norm_epsilon", "layer_norm_eps")
+    fixed = {"attention_bias": False}
+
+    def complete(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The norms add the same in all models: config.json does not say it."""
+        return {**config, "layer_norm_eps": _EPS}
+
+    def put_more(self, config: GgufConfig, keys: GgufKeys) -> None:
+        if config.get("clip_qkv") is not None:
+            keys.f32(_CLAMP, config.number("clip_qkv"))
+
+    def take_more(self, values: GgufValues, config: dict[str, Any], contents: Contents) -> None:
+        if (eps := config.pop("layer_norm_eps")) != _EPS:
+            what = f"{self.eps[0]} is {eps:g}, and transformers takes {_EPS:g} for granted"
+            raise Unsupported(what, where=values.where, fix=USE_ORIGINAL)
+        config["clip_qkv"] = values.float32(_CLAMP) if _CLAMP in values else None
 
 
 class Olmo2(GgufArchitecture):
@@ -54,4 +98,4 @@ class Olmoe(GgufArchitecture):
         as_many_kv_heads(config)
 
 
-FAMILY = GgufFamily((Olmo3(), Olmo2(), Olmoe()))
+FAMILY = GgufFamily((Olmo(), Olmo3(), Olmo2(), Olmoe()))
