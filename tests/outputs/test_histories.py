@@ -1,6 +1,6 @@
 """Histories of outputs at every target, against a perfect model: `weightsmith.testing.run_histories`.
 
-`WEIGHTSMITH_HISTORIES=2000` runs so many for each target.
+`WEIGHTSMITH_HISTORIES=2000` runs so many for each target, for as long as they take.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from weightsmith._outputs.local import LocalTarget
 from weightsmith.testing import OutputCase, run_histories
 
 __all__ = ["front", "hub", "memory", "new_server", "ports", "spool"]
+
+pytestmark = pytest.mark.timeout(0 if "WEIGHTSMITH_HISTORIES" in os.environ else 300)
 
 NUMBERS = itertools.count()
 
