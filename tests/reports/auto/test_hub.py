@@ -110,7 +110,7 @@ def test_a_resumed_call_downloads_nothing_again(hub: FakeHub, monkeypatch: pytes
         patch.setattr(module, "choose", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             auto(progress=first)
-    assert any(text.startswith("downloading 6 files, ") for text in first.said)
+    assert any(text.startswith("downloading 3 files, ") for text in first.said)
     scores = Path("merged.auto/scores.jsonl").read_bytes()
     hub.seen.clear()
     auto(progress=again)

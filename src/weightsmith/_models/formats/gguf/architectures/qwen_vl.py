@@ -23,36 +23,6 @@ from weightsmith._models.formats.gguf.base.vision import MOST, TANH_ONLY, TWO_LA
 _SECTIONS = "mrope_section"
 
 
-class PlacedInImages(GgufArchitecture):
-    """What all have: positions of time, height and width.
-
-    sections  how many pairs of a head RoPE turns by each, where config.json does not say it
-    """
-
-    sections: ClassVar[tuple[int, ...]]
-
-    def fits(self, config: Mapping[str, Any]) -> bool:
-        return config.get("model_type") != self.model_types[0] or _SECTIONS in config
-
-    def put_more(self, config: GgufConfig, keys: GgufKeys) -> None:
-        put_sections(config, self.rope(config), self.turned(config), self.sections, keys)
-
-    def take_more(self, values: GgufValues, config: dict[str, Any], contents: Contents) -> None:
-        config[_SECTIONS] = take_sections(values) or [*self.sections]
-
-    def rope(self, config: GgufConfig) -> dict[str, Any]:
-        rope = without_sections(super().rope(config))
-        return {_SECTIONS: config.get(_SECTIONS), **rope} if rope.get(_SECTIONS) is None else rope
-
-
-class Qwen2Vl(PlacedInImages, Qwen2):
-    """Qwen 2 with positions of images."""
-
-    name = "qwen2vl"
-    model_types = ("qwen2", "qwen2_vl_text", "qwen2_5_vl_text", "qwen2_vl", "qwen2_5_vl")
-    sections = (16, 24, 24)
-
-
 _DEEP, _DEEP_LAYERS, _DEEP_KEY = "num_deepstack_layers", "deepstack_visual_indexes", "n_deepstack_layers"
 _DEEP_DEFAULT = [8, 16, 24]
 _NO_LAYERS = "and not a list of layers"
@@ -62,16 +32,27 @@ def _are_layers(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(layer) is int and 0 <= layer < MOST for layer in value)
 
 
-class DeepStack(PlacedInImages):
-    """Qwen3-VL, whose first layers each get what one layer of the vision half makes of an image.
+class PlacedInImages(GgufArchitecture):
+    """What all have: positions of time, height and width.
 
-    A file that is read says how many as `num_deepstack_layers`.
+    sections  how many pairs of a head RoPE turns by each, where config.json does not say it
+    deep      whether the first layers each get what one layer of the vision half makes of an image. A file that is read says
+              how many as `num_deepstack_layers`
     """
 
-    sections = (24, 20, 20)
+    sections: ClassVar[tuple[int, ...]]
+    deep: ClassVar[bool] = False
+
+    def fits(self, config: Mapping[str, Any]) -> bool:
+        return config.get("model_type") != self.model_types[0] or _SECTIONS in config
+
+    def uses_window(self, config: GgufConfig) -> bool:
+        return bool(config.get("use_sliding_window", False))
 
     def put_more(self, config: GgufConfig, keys: GgufKeys) -> None:
-        super().put_more(config, keys)
+        put_sections(config, self.rope(config), self.turned(config), self.sections, keys)
+        if not self.deep:
+            return
         vision = config.get("vision_config")
         layers = vision.get(_DEEP_LAYERS, _DEEP_DEFAULT) if isinstance(vision, dict) else []
         if not _are_layers(layers):
@@ -79,18 +60,37 @@ class DeepStack(PlacedInImages):
         keys.u32(_DEEP_KEY, config.count(_DEEP, len(layers), least=0))
 
     def take_more(self, values: GgufValues, config: dict[str, Any], contents: Contents) -> None:
-        super().take_more(values, config, contents)
-        config[_DEEP] = values.count(_DEEP_KEY, 0, least=0)
+        config[_SECTIONS] = take_sections(values) or [*self.sections]
+        if self.deep:
+            config[_DEEP] = values.count(_DEEP_KEY, 0, least=0)
+
+    def rope(self, config: GgufConfig) -> dict[str, Any]:
+        rope = without_sections(super().rope(config))
+        return {_SECTIONS: config.get(_SECTIONS), **rope} if rope.get(_SECTIONS) is None else rope
 
 
-class Qwen3Vl(DeepStack, Qwen3):
+class Qwen2Vl(PlacedInImages):
+    """Qwen 2 with positions of images."""
+
+    name = "qwen2vl"
+    class_name = Qwen2.class_name
+    model_types = ("qwen2", "qwen2_vl_text", "qwen2_5_vl_text", "qwen2_vl", "qwen2_5_vl")
+    square = True
+    sections = (16, 24, 24)
+
+
+class Qwen3Vl(PlacedInImages):
     """Qwen 3 with positions of images."""
 
     name = "qwen3vl"
+    class_name = Qwen3.class_name
     model_types = ("qwen3", "qwen3_vl_text", "qwen3_vl")
+    layer = Qwen3.layer
+    sections = (24, 20, 20)
+    deep = True
 
 
-class Qwen3VlMoe(DeepStack, Qwen3Moe):
+class Qwen3VlMoe(PlacedInImages):
     """Qwen 3 with experts and positions of images.
 
     A layer's experts are two tensors: as published, their rows are llama.cpp's columns; newer versions of transformers write
@@ -98,7 +98,14 @@ class Qwen3VlMoe(DeepStack, Qwen3Moe):
     """
 
     name = "qwen3vlmoe"
+    class_name = Qwen3Moe.class_name
     model_types = ("qwen3_moe", "qwen3_vl_moe_text", "qwen3_vl_moe")
+    layer = Qwen3Moe.layer
+    experts = Qwen3Moe.experts
+    numbers = Qwen3Moe.numbers
+    fixed = Qwen3Moe.fixed
+    sections = (24, 20, 20)
+    deep = True
     splits = (
         SplitTensor(
             "mlp.experts.gate_up_proj",
