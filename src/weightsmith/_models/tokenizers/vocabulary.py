@@ -226,7 +226,7 @@ MAX_ID = 1 << 22
 """More than twice the ids of the largest published vocabulary, of a million tokens."""
 _SETTINGS, _ROLES_FILE = "tokenizer_config.json", "special_tokens_map.json"
 _DECODER = "added_tokens_decoder"
-_NAMES_TOKENS = re.compile(r"(?!add_)\w+_tokens?$|(added_tokens_decoder|tokenizer_class|auto_map)$")
+_NAMES_TOKENS = re.compile(r"(?!add_)\w+_tokens?$|(added_tokens_decoder|extra_ids|tokenizer_class|auto_map)$")
 """Keys of tokenizer_config.json from which the tokens follow."""
 _NAMED_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
@@ -398,12 +398,18 @@ def _read(label: str, data: Mapping[str, bytes], digest: str) -> Vocabulary | No
     else:
         return None
     settings = json_object(data[_SETTINGS], label, _SETTINGS) if _SETTINGS in data else {}
+    numbered = _numbers_names(name, family, settings)
+    if numbered and name.endswith(".model") and _class_of(settings) == "T5Tokenizer":
+        sentinels = [token for token in _sentinels(settings) if token not in ids]
+        added |= {
+            token: {"id": n, "content": token, "special": True} for n, token in enumerate(sentinels, max(ids.values()) + 1)
+        }
     for content, entry in _listed(settings, data, label).items():
         # As transformers does: a piece of tokenizer.json that these files list under its id is an added token.
         if content not in added and (tokenizer is None or ids.get(content, entry["id"]) == entry["id"]):
             added[content] = entry
     ids = ids | {token: entry["id"] for token, entry in added.items()}
-    if _numbers_names(name, family, settings):
+    if numbered:
         unlisted = dict.fromkeys(_unlisted(settings, data, label, ids))
         for number, content in enumerate(unlisted, max(ids.values(), default=-1) + 1):
             ids[content] = number
@@ -496,6 +502,18 @@ def _numbers_names(main: str, family: Family, settings: Mapping[str, Any]) -> bo
 def _class_of(settings: Mapping[str, Any]) -> str:
     """The tokenizer's class, without `Fast`; "" if none is named."""
     return str(settings.get("tokenizer_class") or "").removesuffix("Fast")
+
+
+def _sentinels(settings: Mapping[str, Any]) -> list[str]:
+    """The tokens that T5's class puts after the pieces of a SentencePiece model, in the order of their ids.
+
+    The first sentinel has the last id, in whatever order a file lists them.
+
+    >>> _sentinels({"extra_ids": 2})
+    ['<extra_id_1>', '<extra_id_0>']
+    """
+    count = settings.get("extra_ids", 100)
+    return [f"<extra_id_{i}>" for i in reversed(range(count))] if _is_id(count) else []
 
 
 def _unlisted(settings: Mapping[str, Any], data: Mapping[str, bytes], label: str, ids: Mapping[str, int]) -> Iterator[str]:
