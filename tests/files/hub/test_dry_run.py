@@ -164,6 +164,24 @@ def test_a_head_that_was_trained_apart_is_found_when_it_is_downloaded(
 
 
 @pytest.mark.slow
+def test_the_first_plan_compares_tokenizers_whose_sizes_differ(tmp_path: Path) -> None:
+    repositories = {}
+    for name, added in (("base", []), ("tuned", [{"id": 2, "content": "<think>"}])):
+        tokenizer = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}, "added_tokens": added}
+        embedding = np.ones((4, 40_000), np.float32)
+        repositories["org/" + name, COMMIT] = {
+            "config.json": CONFIG,
+            "tokenizer.json": json.dumps(tokenizer).encode(),
+            WEIGHTS: save({"model.embed_tokens.weight": embedding, "model.layers.0.a.weight": embedding}),
+        }
+    with serve(repositories) as hub:
+        planned = weightsmith(hub, tmp_path, "plan", recipe(tmp_path, "org/base", "org/tuned"))
+        assert hub.whole() == {"config.json", "tokenizer.json"}
+    assert planned.code == 0, planned.err
+    assert "which lacks tokens of other models" in planned.out + planned.err
+
+
+@pytest.mark.slow
 def test_a_plan_says_in_words_what_would_be_downloaded(hub: FakeHub, tmp_path: Path) -> None:
     planned = weightsmith(hub, tmp_path, "plan", recipe(tmp_path, "org/base", "org/tuned"))
     assert "download 2.46 MB in 6 files, before the merge begins; only headers were read" in planned.out

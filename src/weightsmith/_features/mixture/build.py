@@ -36,9 +36,9 @@ from weightsmith._features.mixture.router import INSTEAD, GatedExpert, Gating, m
 from weightsmith._features.mixture.surgery import assemble_surgery
 from weightsmith._files.copied import MAX_COPIED_BYTES, left_out_findings
 from weightsmith._models.checkpoint import Checkpoint
-from weightsmith._models.structure.vocabulary import count_rows, is_embedding
+from weightsmith._models.structure.vocabulary import is_embedding
 from weightsmith._planning import recipe as recipes
-from weightsmith._planning.planner.agreement import ComparedModel, tokenizer_disagreements
+from weightsmith._planning.planner.agreement import compared, tokenizer_disagreements
 from weightsmith._planning.planner.build import NOTHING, assemble_recipe
 from weightsmith._planning.planner.copies import TakenForCopy
 from weightsmith._planning.planner.files import Companions, carried, held_files, lacking
@@ -360,10 +360,7 @@ def _disagreements(companions: Companions, dense: Sequence[Dense]) -> Sequence[F
     """What differs in the tokenizers of the models that are merged, and of those that tokenizer and template come from."""
     count = max(len({id(model.donor) for model in dense}), companions.tokenizer + 1, companions.template + 1)
     members = list(zip(companions.labels, companions.opened, strict=True))[:count]
-    alike = [
-        ComparedModel(label, {}, checkpoint.folder, checkpoint.files, count_rows(checkpoint.specs.values(), checkpoint.config))
-        for label, checkpoint in members
-    ]
+    alike = [compared(label, checkpoint) for label, checkpoint in members]
     return tokenizer_disagreements(alike, companions.tokenizer, companions.template, companions.seen)
 
 

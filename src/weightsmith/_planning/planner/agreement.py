@@ -19,6 +19,7 @@ from weightsmith._base.errors import Finding, LayerError, MismatchError, ShapeEr
 from weightsmith._base.files import show
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._base.text import some, some_lines
+from weightsmith._files.copied import holds_tokens, is_tokenizer
 from weightsmith._files.subfolders import MODULES, module_steps
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure
@@ -42,6 +43,8 @@ class ComparedModel:
     text   the section of config.json that describes its text model
     folder, files  where its tokenizer may be
     rows   of its embedding: ids from there on are of no use
+    sizes  of its files elsewhere, by name; -1: unknown
+    fetch  downloads some of them
     """
 
     label: str
@@ -49,13 +52,20 @@ class ComparedModel:
     folder: Path
     files: Sequence[str]
     rows: int
+    sizes: Mapping[str, int]
+    fetch: Callable[[Sequence[str]], None]
 
 
-def compared(label: str, checkpoint: Checkpoint, structure: Structure) -> ComparedModel:
-    """What is compared of a checkpoint. text: where config.json describes the main stack of layers, else all of it."""
+def compared(label: str, checkpoint: Checkpoint, structure: Structure | None = None) -> ComparedModel:
+    """What is compared of a checkpoint. text: where config.json describes the main stack of layers, else all of it.
+
+    structure  None: its tokenizer alone is compared
+    """
     config = checkpoint.config or {}
-    text = config if structure.main is None else structure.main.section(config)
-    return ComparedModel(label, text, checkpoint.folder, checkpoint.files, count_rows(checkpoint.specs.values(), config))
+    text = {} if structure is None else config if structure.main is None else structure.main.section(config)
+    rows = count_rows(checkpoint.specs.values(), config)
+    sizes = checkpoint.repositories[0].sizes if checkpoint.repositories else {}
+    return ComparedModel(label, text, checkpoint.folder, checkpoint.files, rows, sizes, checkpoint.fetch)
 
 
 def disagreements(
@@ -258,6 +268,12 @@ def _digest_of(model: ComparedModel) -> str:
     return ""
 
 
+def _sizes(model: ComparedModel) -> dict[str, int]:
+    """Bytes of the files that hold tokens, by name. Files of equal sizes are not downloaded to be compared."""
+    paths = {name: model.folder / name for name in model.files if holds_tokens(name)}
+    return {name: path.stat().st_size if path.is_file() else model.sizes.get(name, -1) for name, path in paths.items()}
+
+
 def _vocabulary(model: ComparedModel, seen: dict[str, Vocabulary]) -> Vocabulary | None:
     """The tokens of a model; None if unknown."""
     with contextlib.suppress(WeightsmithError, OSError):
@@ -267,6 +283,10 @@ def _vocabulary(model: ComparedModel, seen: dict[str, Vocabulary]) -> Vocabulary
 
 def _tokenizers(models: Sequence[ComparedModel], donor: int, seen: dict[str, Vocabulary]) -> list[Finding]:
     """A warning if an id means different tokens in two models, and one for tokens that the output's tokenizer lacks."""
+    sizes = [_sizes(model) for model in models]
+    differing_sizes = [k for k, size in enumerate(sizes) if size and size != sizes[donor]]
+    for k in [donor, *differing_sizes] if differing_sizes and sizes[donor] else ():
+        models[k].fetch([name for name in models[k].files if is_tokenizer(name)])
     digests = [_digest_of(model) for model in models]
     others = [model for model, digest in zip(models, digests, strict=True) if digest != digests[donor]]
     output = _vocabulary(models[donor], seen) if others else None
