@@ -19,6 +19,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from weightsmith._base.errors import CheckpointError, FormatError, NotFound, ParameterError, Unsupported, WeightsmithError
+from weightsmith._files.hf_folder import unlisted_shards
 from weightsmith._models.checkpoint import Checkpoint, HubModel, ModelFolder, locate, open_checkpoint
 from weightsmith._models.formats.opening import MAX_CONFIG_BYTES
 from weightsmith._models.sources import files
@@ -400,20 +401,65 @@ def test_a_tensor_that_the_index_does_not_list_is_refused(tmp_path: Path) -> Non
     refused(FormatError, "1 tensor(s) that the index does not list, the first is 'mtp.w' in", TWO, ref=tmp_path)
 
 
-@pytest.mark.parametrize("names", [(ONE, TWO), ("consolidated.safetensors",), ("weights.safetensors",)])
-@pytest.mark.parametrize("index", [False, True])
-def test_shards_without_their_index_do_not_replace_pytorch_model_bin(
-    names: tuple[str, ...], index: bool, tmp_path: Path
+@pytest.mark.parametrize(
+    ("pickled", "names", "read"),
+    [
+        ("pytorch_model", (ONE, TWO), False),  # transformers finds shards through their index alone
+        ("pytorch_model", ("consolidated.safetensors",), False),
+        ("pytorch_model", ("weights.safetensors",), False),
+        ("pytorch_model", ("model.fp16.safetensors",), False),
+        ("pytorch_model", ("diffusion_pytorch_model.safetensors",), False),
+        ("pytorch_model", (ONE, TWO, "consolidated.safetensors.index.json"), False),
+        ("pytorch_model", (ONE, TWO, "model.safetensors.index.json"), True),
+        ("pytorch_model", ("model.safetensors",), True),
+        ("diffusion_pytorch_model", ("model.safetensors",), True),
+        ("diffusion_pytorch_model", ("diffusion_pytorch_model.safetensors",), True),
+        ("diffusion_pytorch_model", ("other.safetensors",), False),
+    ],
+)
+def test_safetensors_that_transformers_does_not_find_do_not_replace_pytorch_model_bin(
+    pickled: str, names: tuple[str, ...], read: bool, tmp_path: Path
 ) -> None:
-    """transformers loads the .bin file here: it finds shards through their index alone."""
     torch = pytest.importorskip("torch")
-    for name, tensors in zip(names, ({"a": A}, {"b": B}), strict=False):
+    weights = [name for name in names if not name.endswith(".json")]
+    for name, tensors in zip(weights, ({"a": A}, {"b": B}), strict=False):
         save_file(tensors, tmp_path / name)
-    torch.save({"a": torch.tensor(A + 1)}, tmp_path / "pytorch_model.bin")
-    if index:
-        (tmp_path / f"{names[0]}.index.json").write_text(json.dumps({"weight_map": {"a": names[0]}}))
+    for name in set(names).difference(weights):
+        (tmp_path / name).write_text(json.dumps({"weight_map": {"a": ONE, "b": TWO}}))
+    torch.save({"a": torch.tensor(A + 1)}, tmp_path / f"{pickled}.bin")
     with open_checkpoint(tmp_path) as checkpoint:
-        np.testing.assert_array_equal(checkpoint["a"], A if index else A + 1)
+        np.testing.assert_array_equal(checkpoint["a"], A if read else A + 1)
+        assert checkpoint.weights == (tuple(weights) if read else (f"{pickled}.bin",))
+        if not read:
+            (note,) = checkpoint.notes
+            assert note.what.startswith(f"{pickled}.bin is read")
+            assert all(name in note.what for name in weights[:2])
+            assert checkpoint.ignored == tuple(weights)
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_an_index_of_pickles_counts_only_beside_a_shard(shard: bool, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    save_file({"a": A}, tmp_path / "weights.safetensors")
+    name = "pytorch_model-00001-of-00001.bin"
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    if shard:
+        torch.save({"a": torch.tensor(A + 1)}, tmp_path / name)
+    with open_checkpoint(tmp_path) as checkpoint:
+        np.testing.assert_array_equal(checkpoint["a"], A + shard)
+        assert len(checkpoint.notes) == shard
+
+
+def test_shards_that_an_index_leaves_out_are_counted_without_a_list_of_them() -> None:
+    """A few small files could name billions."""
+    unlisted = unlisted_shards([f"s{number}-00001-of-999999999.safetensors" for number in range(40)], ())
+    assert (unlisted.there, unlisted.count) == ((), 40 * 999_999_998)
+    assert unlisted.lost[:2] == ("s0-00002-of-999999999.safetensors", "s0-00003-of-999999999.safetensors")
+
+
+def test_missing_shards_are_named_with_the_width_of_the_others() -> None:
+    unlisted = unlisted_shards([f"model-{number:05d}-of-000163.safetensors" for number in range(1, 163)], ())
+    assert (unlisted.lost, unlisted.count) == (("model-00163-of-000163.safetensors",), 1)
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -425,7 +471,11 @@ def test_a_shard_that_the_index_leaves_out_is_noted(there: bool, tmp_path: Path)
     with open_checkpoint(tmp_path) as checkpoint:
         assert list(checkpoint.specs) == ["a"]
         (note,) = checkpoint.notes
-        assert note.what == f"its index has no tensor of {TWO}, so nothing is read from there"
+        if there:
+            assert note.what == f"its index has no tensor of {TWO}, so nothing is read from there"
+        else:
+            assert note.what.startswith("its shards are numbered as if there were 1 more")
+            assert note.what.endswith(f": {TWO}")
     sharded(tmp_path)
     with open_checkpoint(tmp_path) as checkpoint:
         assert checkpoint.notes == ()

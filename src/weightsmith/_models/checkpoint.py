@@ -505,6 +505,7 @@ def _open_folder(
     for name, module_weights in inner.items() if not opened.files else ():
         module_config = opening.read_config(folder / name / "config.json") if f"{name}/config.json" in names else None
         stored = module_weights.open(f"{ref}/{name}", open_file)
+        opened = replace(opened, notes=(*opened.notes, *stored.notes))
         sources[name] = stored.source if raw else opening.wrap(stored, module_config, f"{ref}/{name}").source
     rest = {"config": config, "files": files, "left_out": left_out, "ignored": weights.ignored, "subfolders": tuple(sources)}
     return _checkpoint(ref, opened, ModelFolder.of(folder, repository, **rest), sources, raw=raw, plain=plain)

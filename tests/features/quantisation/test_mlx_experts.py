@@ -23,6 +23,7 @@ def model(folder: Path, model_type: str) -> Path:
     tensors = {"model.embed_tokens.weight": (32, HIDDEN), "model.norm.weight": (HIDDEN,), "lm_head.weight": (32, HIDDEN)}
     for layer in range(2):
         tensors[f"model.layers.{layer}.self_attn.q_proj.weight"] = (HIDDEN, HIDDEN)
+        tensors[f"model.layers.{layer}.mlp.moe_statics.e_score_correction_bias"] = (1, EXPERTS)  # without it, ERNIE is refused
         for expert in range(EXPERTS):
             for name, shape in shapes.items():
                 tensors[f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight"] = shape

@@ -26,6 +26,7 @@ from tests.calibration_help import (
     settings,
 )
 from weightsmith._activations.decoder import Base
+from weightsmith._activations.decoder.channels import scalable
 from weightsmith._activations.decoder.forward import Decoder, build
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.products import find_kind
@@ -49,6 +50,7 @@ OTHERS: dict[str, Any] = {
     "starcoder2": lambda: transformers.Starcoder2Config(**TINY),
     "nemotron": lambda: transformers.NemotronConfig(**TINY),
     "granite": lambda: transformers.GraniteConfig(**TINY, attention_multiplier=0.3, residual_multiplier=0.5),
+    "smollm3": lambda: transformers.SmolLM3Config(**TINY, no_rope_layers=[1, 0]),
     "stablelm": lambda: transformers.StableLmConfig(**TINY),
     "deepseek v3": lambda: transformers.DeepseekV3Config(
         **{**TINY, "num_key_value_heads": 4},
@@ -244,18 +246,62 @@ def test_states_are_those_of_the_scaled_and_quantised_layers(uneven: Path, tmp_p
     torch.testing.assert_close(torch.from_numpy(output.arrays["states 1"][0]), states[1], rtol=1e-4, atol=1e-4)
 
 
-def test_a_weight_that_is_not_quantised_keeps_features_from_being_scaled_apart(uneven: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("plain", "norm"),
+    [("self_attn.k_proj", "input"), ("self_attn.v_proj", "input"), ("mlp.up_proj", "post_attention")],
+    ids=["key", "value", "up"],
+)
+def test_a_weight_that_is_not_quantised_keeps_features_from_being_scaled_apart(
+    plain: str, norm: str, uneven: Path, tmp_path: Path
+) -> None:
     """It reads them too, and is stored with scales that are powers of two."""
-    chosen = replace(options_of(tmp_path), tensor_types=("k_proj=plain",))
+    chosen = replace(options_of(tmp_path), tensor_types=(f"{plain}=plain",))
     quantise(uneven, tmp_path / "out", chosen, name="awq-4bit")
-    plain, stored = (load_file(folder / "model.safetensors") for folder in (uneven, tmp_path / "out"))
-    name = "model.layers.0.self_attn.k_proj.weight"
-    ratios = (stored[name].float() / plain[name].float()).nan_to_num(1)
-    exponents = ratios[0].log2()
+    before, stored = (load_file(folder / "model.safetensors") for folder in (uneven, tmp_path / "out"))
+    name, norm = f"model.layers.0.{plain}.weight", f"model.layers.0.{norm}_layernorm.weight"
+    ratios = (stored[name].float() / before[name].float()).nan_to_num(1).median(0).values
+    exponents = ratios.log2()
     assert torch.equal(exponents, exponents.round())
     assert exponents.abs().max() > 0
-    norm = "model.layers.0.input_layernorm.weight"
-    assert torch.equal(stored[norm].float() * ratios[0], plain[norm].float())
+    assert torch.equal(stored[norm].float() * ratios, before[norm].float())
+
+
+def test_a_reader_that_is_never_quantised_may_come_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gate of the shared expert."""
+    monkeypatch.setitem(CONFIGS, "qwen2 moe", OTHERS["qwen2 moe"])
+    model = save_model(tmp_path / "model", "qwen2 moe")
+    quantise(model, tmp_path / "out", options_of(tmp_path), name="awq-4bit")
+    assert error_of(model, tmp_path / "out") < 0.3
+
+
+class Changed(torch.nn.Module):
+    """A layer whose features something changes, or writes elsewhere."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = torch.nn.RMSNorm(8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(x)
+        if self.how == "written":
+            x = torch.zeros_like(x)
+            x[:] = normed
+        up = self.up(normed)
+        if self.how == "in place":
+            torch.nn.functional.relu_(up)
+        return x + self.down(up)
+
+
+@pytest.mark.parametrize(
+    ("how", "scaled"),
+    [("", {"norm.weight", "up.weight"}), ("written", {"up.weight"}), ("in place", {"norm.weight"})],
+    ids=["plain", "written", "in place"],
+)
+def test_features_that_are_changed_in_place_or_written_elsewhere_are_not_scaled(how: str, scaled: set[str]) -> None:
+    layer = Changed(how).to("meta")
+    names = {name: name for name, _ in layer.named_parameters()}
+    assert {made.weight for made in scalable(layer, names, ((), {}), 8)} == scaled
 
 
 def test_a_plan_with_other_features_is_refused(uneven: Path, tmp_path: Path) -> None:

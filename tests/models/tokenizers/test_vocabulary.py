@@ -169,6 +169,28 @@ def test_special_tokens_that_a_class_implies_come_before_those_that_settings_nam
     assert dict(vocabulary.ids) == transformers.AutoTokenizer.from_pretrained(tmp_path, extra_ids=0).get_vocab()
 
 
+SENTINELS = [f"<extra_id_{i}>" for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({}, {"extra_ids": 0}, {"extra_ids": 4, "pad_token": "<q>", "sep_token": "<x>"}),
+        *({"extra_ids": 4, "additional_special_tokens": SENTINELS}, {"extra_ids": 0, "additional_special_tokens": SENTINELS}),
+        {"extra_ids": 4, "additional_special_tokens": ["<y>", *SENTINELS]},
+        {"extra_ids": 4, "added_tokens_decoder": {str(9 + i): {"content": SENTINELS[3 - i]} for i in range(4)}},
+    ],
+    ids=str,
+)
+def test_t5_puts_its_sentinels_after_the_pieces_the_first_one_last(tmp_path: Path, settings: dict[str, object]) -> None:
+    transformers = pytest.importorskip("transformers")
+    pieces = piece("<pad>", 3) + piece("</s>", 3) + piece("<unk>", 2) + piece("\u2581a") + piece("b")
+    settings_file = json.dumps({"tokenizer_class": "T5Tokenizer", **settings}).encode()
+    vocabulary = read(tmp_path, **{"spiece.model": pieces + b"\x12\x02\x18\x01", "tokenizer_config.json": settings_file})
+    assert vocabulary is not None
+    assert dict(vocabulary.ids) == transformers.AutoTokenizer.from_pretrained(tmp_path).get_vocab()
+
+
 def test_no_rows_are_expected_for_tokens_that_a_class_alone_implies(tmp_path: Path) -> None:
     for settings in ({}, {"eos_token": "<s>"}, {"bos_token": "<x>"}):
         vocabulary = read(tmp_path, **files(trained(), tokenizer_class="Qwen2Tokenizer", **settings))

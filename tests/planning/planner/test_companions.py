@@ -17,6 +17,8 @@ from tests.cli_help import Cli
 from tests.mini import write_checkpoint
 from tests.plan_help import decoder, problems
 from tests.tokenizer_help import OTHER_TEXT, files, trained, write
+from weightsmith._models.checkpoint import Checkpoint
+from weightsmith._models.tokenizers import vocabulary
 from weightsmith._plans import plan_from_json
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -232,6 +234,70 @@ def test_ends_of_texts_are_compared_only_where_tokens_are_known(make: Make) -> N
     assert not any("end texts" in text for text in said(weightsmith.plan(recipe("base", "de"))))
     make("base", trained(), ends)
     assert not any("end texts" in text for text in said(weightsmith.plan(recipe("base", "fr"))))
+
+
+@pytest.mark.parametrize("config", [{}, {"eos_token_id": 1}])
+def test_a_generation_config_without_an_end_is_a_warning_whatever_config_json_states(
+    make: Make, config: dict[str, Any]
+) -> None:
+    """transformers takes no end from config.json where there is a generation_config.json."""
+    tokenizer = trained(special=["</s>"])
+    end = tokenizer.token_to_id("</s>")
+    stated = plan_help.config(vocab_size=330, tie_word_embeddings=True, **{key: end for key in config})
+    make("base", tokenizer, {"generation_config.json": '{"do_sample": true}', "config.json": json.dumps(stated)})
+    make("fr", tokenizer, {"generation_config.json": json.dumps({"eos_token_id": end})}, seed=1)
+    texts = said(weightsmith.plan(recipe("base", "fr")))
+    assert any("those of the output end with no token\n  fr: '</s>'" in text for text in texts)
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_the_donors_own_end_is_compared_where_another_model_gives_the_tokenizer(make: Make, file: str) -> None:
+    for name, special in {"base": ["</s>", "<|end|>"], "fr": ["<|end|>", "</s>"]}.items():
+        tokenizer = trained(special=special)
+        end = tokenizer.token_to_id(special[0])
+        settings = plan_help.config(vocab_size=330, tie_word_embeddings=True) if file == "config.json" else {}
+        settings |= {"eos_token_id": end, "architectures": ["LlamaForCausalLM"]}
+        make(name, tokenizer, {file: json.dumps(settings)}, seed=len(name), eos_token=special[0])
+    texts = said(weightsmith.plan(recipe("base", "fr", tokenizer_source="fr")))
+    assert any("those of the output end with '<|end|>'\n  base: '</s>'" in text for text in texts)
+
+
+def test_ends_of_models_that_write_no_text_are_not_compared(make: Make) -> None:
+    """CLIP's config.json has an `eos_token_id` of 2 in old files, which no code reads."""
+    tokenizer = trained(special=["</s>"])
+    for name, end in {"base": 2, "fr": tokenizer.token_to_id("</s>")}.items():
+        settings = plan_help.config(vocab_size=330, tie_word_embeddings=True, eos_token_id=end, architectures=["LlamaModel"])
+        make(name, tokenizer, {"config.json": json.dumps(settings)}, seed=len(name))
+    assert not any("end texts" in text for text in said(weightsmith.plan(recipe("base", "fr"))))
+
+
+def test_one_tokenizer_is_parsed_once_whatever_token_ends_the_texts_of_each_model(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed = []
+    parse = vocabulary._parse
+    monkeypatch.setattr(vocabulary, "_parse", lambda *about: parsed.append(about[0]) or parse(*about))
+    tokenizer = trained(special=["</s>", "<|end|>"])
+    for i, token in enumerate(["</s>", "<|end|>", "<|end|>", "<|end|>"]):
+        ends = json.dumps({"eos_token_id": tokenizer.token_to_id(token)})
+        make(f"m{i}", tokenizer, {"generation_config.json": ends}, seed=i, eos_token=token)
+    texts = said(weightsmith.plan(recipe("m0", "m1", "m2", "m3")))
+    assert any("end with '</s>'\n  m1: '<|end|>'\n  m2: '<|end|>'\n  m3: '<|end|>'" in text for text in texts)
+    assert not any("tokenizer.json" in text for text in texts)
+    assert len(parsed) == 1
+
+
+def test_ends_that_tokenizer_config_lists_are_known_without_tokenizer_json(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched: set[str] = set()
+    monkeypatch.setattr(Checkpoint, "fetch", lambda _self, names: fetched.update(names))
+    tokenizer = trained(special=["</s>", "<|end|>"])
+    listed = {str(tokenizer.token_to_id(token)): {"content": token} for token in ("</s>", "<|end|>")}
+    for i, token in enumerate(["</s>", "<|end|>"]):
+        ends = json.dumps({"eos_token_id": tokenizer.token_to_id(token)})
+        make(f"m{i}", tokenizer, {"generation_config.json": ends}, seed=i, added_tokens_decoder=listed)
+    assert any("m1: '<|end|>'" in text for text in said(weightsmith.plan(recipe("m0", "m1"))))
+    assert "tokenizer_config.json" in fetched
+    assert "tokenizer.json" not in fetched
 
 
 def test_models_without_tokenizers_merge_as_before(make: Make) -> None:

@@ -178,6 +178,9 @@ _SHAPES = frozenset("zeros_like ones_like empty_like full_like new_zeros new_one
 
 _PRODUCTS = frozenset("mul __mul__ __rmul__ multiply".split())
 
+_VALUES = {"scaled_dot_product_attention": 2, "matmul": 1, "__matmul__": 1}
+"""Functions that weight the rows of one of their arguments, its place."""
+
 
 class _Tracer(TorchFunctionMode):  # type: ignore[misc,unused-ignore]  # torch has no types for it
     """Follows features through the functions of torch.
@@ -217,10 +220,12 @@ class _Tracer(TorchFunctionMode):  # type: ignore[misc,unused-ignore]  # torch h
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func.__name__ in _SHAPES or not any(isinstance(value, Tensor) for value in tree_leaves(result)):
-            return result
         tensors, name = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)], func.__name__
         marked = [value for value in tensors if id(value) in self._marks]
+        if name == "__setitem__":  # what is written there is read by who reads the rest
+            self.lose(marked)
+        if name in _SHAPES or not any(isinstance(value, Tensor) for value in tree_leaves(result)):
+            return result
         if func.__name__ in _CASTS and id(args[0]) in self._names:
             self._names[id(result)] = self._names[id(args[0])]
             self._kept.append(result)
@@ -232,6 +237,7 @@ class _Tracer(TorchFunctionMode):  # type: ignore[misc,unused-ignore]  # torch h
         if weight is not None:
             self._entering.setdefault(weight, []).append(self._marks[id(marked[0])][1] if marked else None)
         if marked:
+            marked = self._values_alone(name, args, marked)
             try:
                 passed_on = len(marked) == 1 and self._pass_on(func, args, kwargs, result, marked[0])
             except Exception:  # moves that depend on numbers
@@ -243,11 +249,23 @@ class _Tracer(TorchFunctionMode):  # type: ignore[misc,unused-ignore]  # torch h
             self.begin(_Made("linear", weight, self._names.get(id(bias), ""), result.shape[-1]), result)
         return result
 
+    def _values_alone(self, name: str, args: Any, marked: list[Tensor]) -> list[Tensor]:
+        """Of what enters an attention, its values: queries and keys that no rotation has changed are lost."""
+        place = _VALUES.get(name, -1)
+        if not 0 <= place < len(args) or id(args[place]) not in self._marks:
+            return marked
+        made = self._marks[id(args[place])][1]
+        others = [x for x in marked if x is not args[place]]
+        if any(self._marks[id(x)][1] is made for x in others):
+            return marked
+        self.lose(others)
+        return [args[place]]
+
     def _pass_on(self, func: Any, args: Any, kwargs: Any, result: Any, x: Tensor) -> bool:
         """Mark the result of a function that gets one marked tensor. False: its features are lost."""
         name, (_, made, numbers) = func.__name__, self._marks[id(x)]
-        if result is x:
-            return not (name.endswith("_") and not name.endswith("__"))
+        if result is x:  # as it was, or changed in place
+            return name in _MOVES or name in _CASTS or name == "dropout"
         if name in _MOVES:
             moved = func(*tree_map(lambda value: numbers if value is x else value, args), **kwargs)
             for part, part_numbers in zip(tree_leaves(result), tree_leaves(moved), strict=True):
@@ -263,8 +281,8 @@ class _Tracer(TorchFunctionMode):  # type: ignore[misc,unused-ignore]  # torch h
             rows, weight = numbers.reshape(-1, numbers.shape[-1]), self._names.get(id(args[1]))
             alike = bool((rows == rows[0]).all())
             return alike and weight is not None and torch.equal(made.readers.setdefault(weight, rows[0]), rows[0])
-        values = {"scaled_dot_product_attention": 2, "matmul": 1, "__matmul__": 1}.get(name, -1)
-        if values < 0 or values >= len(args) or args[values] is not x:
+        place = _VALUES.get(name, -1)
+        if place < 0 or place >= len(args) or args[place] is not x:
             return False
         token = numbers[..., :1, :]
         if not bool((numbers == token).all()):

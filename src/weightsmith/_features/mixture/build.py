@@ -162,10 +162,10 @@ class _Builder:
         companions = Companions([label for label, _ in members], [checkpoint for _, checkpoint in members], 0)
         with noting(self.problems):
             fix = "put the tokenizer that the output is to have next to the weights of the base"
-            companions.fill_tokenizer(self.recipe.section.at("base_model"), fix, {})
+            companions.fill_tokenizer(self.recipe.section.at("base_model"), fix)
             companions.fill_template()
             companions.fill_generation()
-            companions.note_ends(None, {})
+            companions.note_ends(None, dense[0].donor.config or {})
         return companions
 
     def _add_texts(self, base: Dense, donors: Sequence[Dense], experts: Sequence[Expert], texts: Sequence[ExpertTexts]) -> None:
@@ -359,7 +359,7 @@ def _disagreements(companions: Companions, dense: Sequence[Dense]) -> Sequence[F
         ComparedModel(label, {}, checkpoint.folder, checkpoint.files, count_rows(checkpoint.specs.values(), checkpoint.config))
         for label, checkpoint in members
     ]
-    return tokenizer_disagreements(alike, companions.tokenizer, companions.template)
+    return tokenizer_disagreements(alike, companions.tokenizer, companions.template, companions.seen)
 
 
 # ---- Checks of the recipe and its dense models, and the choice of the output layout

@@ -31,18 +31,11 @@ MAX_CONFIG_BYTES = 16 << 20
 
 
 _MEGATRON_EMBEDDING = "embedding.word_embeddings.weight"
+_SAFETENSORS = ".safetensors"
 _PLAIN_ENDS = (".weight", ".bias")
 _PLAIN_DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
-_STEM = r"(diffusion_pytorch_model|model)"
-_VARIANT = re.compile(
-    rf"{_STEM}(\.[\w-]+?(-\d+-of-\d+)?|-\d+-of-\d+\.[\w-]+)\.safetensors|{_STEM}\.[\w-]+\.safetensors\.index\.json"
-)
-"""Files of a variant of the weights, such as `model.fp16.safetensors`, and their index."""
-_LOADED = re.compile(rf"{_STEM}\.safetensors|[^/]+\.safetensors\.index\.json")
-"""Files in safetensors that loaders prefer to `_PLAIN_PICKLES`, and any index."""
-_PLAIN_PICKLES = frozenset(
-    f"{stem}.bin{end}" for stem in ("pytorch_model", "diffusion_pytorch_model") for end in ("", ".index.json")
-)
+_LOADED_STEMS = (("model", "pytorch_model"), ("diffusion_pytorch_model", "diffusion_pytorch_model"))
+"""Names under which transformers and diffusers look for weights, without suffixes: in safetensors, and in pickles."""
 
 
 def kinds() -> Iterator[FileKind]:
@@ -71,7 +64,7 @@ class WeightFiles:
     kind     their format
     paths    in natural order
     index    the index that lists them, if any
-    ignored  names of weight files of this format that are not part of the model
+    ignored  names of weight files that are not part of the model: of this format, and those that it is read instead of
     """
 
     kind: FileKind
@@ -80,14 +73,28 @@ class WeightFiles:
     ignored: tuple[str, ...]
 
     def open(self, where: str, open_file: Opener = open_local) -> OpenedFiles:
-        """Open them; see `FileKind.open`. where: the model as the user named it. Shards that the index leaves out are noted."""
+        """Open them; see `FileKind.open`. where: the model as the user named it. Files of weights that are not read are noted:
+        shards that the index leaves out, and safetensors that transformers and diffusers do not find.
+        """
         opened = self.kind.open(self.paths, self.index, where, open_file)
-        unlisted = unlisted_shards([path.name for path in self.paths]) if self.index is not None else []
-        if not unlisted:
+        safetensors = [name for name in self.ignored if name.lower().endswith(_SAFETENSORS)]
+        if safetensors and _SAFETENSORS not in self.kind.suffixes:
+            what = f"{self.paths[0].name} is read, as in transformers and diffusers. vLLM prefers safetensors: "
+            what += f"{some(safetensors, 2)}, not read here"
+            fix = "move the .bin files away to read the safetensors, or name a single file"
+            opened = replace(opened, notes=(*opened.notes, Finding(what, where, fix=fix)))
+        if self.index is None:
             return opened
-        what = f"its index has no tensor of {some(unlisted, 2)}, so nothing is read from there"
-        note = Finding(what, where, fix="download index and weight files again, if the model should have these tensors")
-        return replace(opened, notes=(*opened.notes, note))
+        unlisted = unlisted_shards([path.name for path in self.paths], self.ignored)
+        notes = []
+        if unlisted.there:
+            notes.append(f"its index has no tensor of {some(unlisted.there, 2)}, so nothing is read from there")
+        if unlisted.lost:
+            others = ", …" if unlisted.count > len(unlisted.lost) else ""
+            what = f"its shards are numbered as if there were {unlisted.count:,} more"
+            notes.append(f"{what}, neither in its index nor in the folder: {', '.join(unlisted.lost)}{others}")
+        fix = "download index and weight files again, if the model should have these tensors"
+        return replace(opened, notes=(*opened.notes, *(Finding(what, where, fix=fix) for what in notes)))
 
 
 def choose_kind(names: Collection[str], where: str) -> tuple[FileKind, FolderWeights]:
@@ -98,11 +105,8 @@ def choose_kind(names: Collection[str], where: str) -> tuple[FileKind, FolderWei
 
     Raises what `FileKind.choose` raises, and the errors of `no_weights` and of `of_ranks`.
     """
-    listed = list(names)
-    if not _PLAIN_PICKLES.isdisjoint(listed):  # loaders read variants in another format only if one asks for them
-        listed = [name for name in listed if not _VARIANT.fullmatch(name)]
-        if not any(map(_LOADED.fullmatch, listed)):  # such as shards without their index
-            listed = [name for name in listed if "/" in name or not name.lower().endswith(".safetensors")]
+    passed_over = _not_found(names)
+    listed = [name for name in names if name not in passed_over]
     error: Unsupported | None = None
     for kind in kinds():
         if error is not None and not kind.joins:
@@ -110,8 +114,27 @@ def choose_kind(names: Collection[str], where: str) -> tuple[FileKind, FolderWei
         chosen = kind.choose(listed, where)
         if chosen is not None:
             if kind.joins or (error := of_ranks(chosen.files, where)) is None:
-                return kind, chosen
+                weights = (name for name in sorted(passed_over, key=natural_key) if not name.endswith(".json"))
+                return kind, replace(chosen, ignored=(*chosen.ignored, *weights))
     raise error or of_ranks(listed, where) or no_weights(listed, where, suffixes())
+
+
+def _not_found(names: Collection[str]) -> set[str]:
+    """Safetensors and their indexes that transformers and diffusers do not find, in a folder with pickles that they load.
+
+    >>> sorted(_not_found(["pytorch_model.bin", "model.fp16.safetensors", "config.json"]))
+    ['model.fp16.safetensors']
+    """
+    present = set(names)
+    for stem, pickled in _LOADED_STEMS:
+        if present & {f"{stem}{_SAFETENSORS}", f"{stem}{_SAFETENSORS}.index.json"}:
+            return set()
+        shards = f"{pickled}.bin.index.json" in present and any(re.fullmatch(rf"{pickled}-.+\.bin", name) for name in present)
+        if shards or f"{pickled}.bin" in present:
+            ends = (_SAFETENSORS, f"{_SAFETENSORS}.index.json")
+            others = (name for name in present if "/" not in name and name.lower().endswith(ends))
+            return {name for name in others if not name.startswith("adapter_model")}
+    return set()
 
 
 def find_weights(folder: Path, names: Collection[str], where: str) -> WeightFiles:

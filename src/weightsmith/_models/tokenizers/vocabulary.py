@@ -12,7 +12,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -226,7 +226,7 @@ MAX_ID = 1 << 22
 """More than twice the ids of the largest published vocabulary, of a million tokens."""
 _SETTINGS, _ROLES_FILE = "tokenizer_config.json", "special_tokens_map.json"
 _DECODER = "added_tokens_decoder"
-_NAMES_TOKENS = re.compile(r"(?!add_)\w+_tokens?$|(added_tokens_decoder|tokenizer_class|auto_map)$")
+_NAMES_TOKENS = re.compile(r"(?!add_)\w+_tokens?$|(added_tokens_decoder|extra_ids|tokenizer_class|auto_map)$")
 """Keys of tokenizer_config.json from which the tokens follow."""
 _NAMED_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
@@ -269,14 +269,12 @@ class Vocabulary:
     family     how text becomes tokens
     ids        id by token, added tokens included
     added      the added tokens, by token: special ones, and others that are found before the text is split
-    digest     equal for equal files
     """
 
     label: str
     family: Family
     ids: Mapping[str, int]
     added: Mapping[str, Added]
-    digest: str = ""
 
     @cached_property
     def tokens(self) -> dict[int, str]:
@@ -359,56 +357,77 @@ def read_vocabulary(
 
     label  for messages
     files  names of the files in the folder
-    seen   tokenizers that were read, by digest: equal files are parsed once
+    seen   tokenizers that were read: files of equal tokens are parsed once, and equal tokenizers are one object
 
     Raises FormatError for a damaged file.
     """
     data = contents_of(folder, files)
-    digest = _digest(data)
-    if seen is not None and digest in seen:
-        return seen[digest]
-    vocabulary = _read(label, data, digest)
-    if vocabulary is not None and seen is not None:
-        seen[digest] = vocabulary
-    return vocabulary
-
-
-def _read(label: str, data: Mapping[str, bytes], digest: str) -> Vocabulary | None:
-    tokenizer: dict[str, Any] | None = None
-    added: dict[str, Added] = {}
     name = main_file(data)
+    if not name:
+        return None
+    seen = {} if seen is None else seen
+    digest = _digest({name: data[name]})
+    if digest not in seen:
+        seen[digest] = _parse(label, name, data[name])
+    plain = seen[digest]
+    added = _added_beside(plain, name, data, label)
+    if not added:
+        return plain
+    digest += json.dumps(list(added.values()), sort_keys=True)
+    if digest not in seen:
+        ids = {**plain.ids, **{token: entry["id"] for token, entry in added.items()}}
+        seen[digest] = Vocabulary(plain.label, plain.family, ids, {**plain.added, **added})
+    return seen[digest]
+
+
+def _parse(label: str, name: str, data: bytes) -> Vocabulary:
+    """The tokens in the file that has most of them."""
+    added: dict[str, Added] = {}
     if name == "tokenizer.json":
-        tokenizer = json_object(without_merges(data[name])[0], label, name)
+        tokenizer = json_object(without_merges(data)[0], label, name)
         model = tokenizer.get("model")
         if not isinstance(model, dict):
             raise _wrong(label, name, "has no model")
         ids, family = _pieces(model.get("vocab"), label), _family(tokenizer, model)
         added = _added(tokenizer.get("added_tokens"), label)
     elif name == "vocab.json":
-        ids, family = _pieces(json_object(data[name], label, name), label), "byte-level BPE"
+        ids, family = _pieces(json_object(data, label, name), label), "byte-level BPE"
     elif name == "vocab.txt":
-        lines = data[name].decode("utf-8", "replace").split("\n")
+        lines = data.decode("utf-8", "replace").split("\n")
         ids, family = {token.rstrip("\r"): i for i, token in enumerate(lines) if token.strip()}, "WordPiece"
     elif name == "tekken.json":
-        ids, family, added = _tekken(json_object(data[name], label, name), label)
-    elif name and (ranks := read_ranks(data[name])) is not None:
+        ids, family, added = _tekken(json_object(data, label, name), label)
+    elif (ranks := read_ranks(data)) is not None:
         ids, family = ranks, "byte-level BPE"
-    elif name:
-        ids, family, added = _sentencepiece(data[name], label, name)
     else:
-        return None
+        ids, family, added = _sentencepiece(data, label, name)
+    return Vocabulary(label, family, ids | {token: entry["id"] for token, entry in added.items()}, added)
+
+
+def _added_beside(plain: Vocabulary, name: str, data: Mapping[str, bytes], label: str) -> dict[str, Added]:
+    """The added tokens that the other files list or name, besides those of the main one.
+
+    plain, name  the tokens of the main file, and its name
+    """
     settings = json_object(data[_SETTINGS], label, _SETTINGS) if _SETTINGS in data else {}
+    numbered = _numbers_names(name, plain.family, settings)
+    added: dict[str, Added] = {}
+
+    def number(tokens: Iterable[str]) -> None:
+        last = max([*plain.ids.values(), *(entry["id"] for entry in added.values())], default=-1)
+        for i, token in enumerate(tokens, last + 1):
+            added[token] = {"id": i, "content": token, "special": True}
+
+    if numbered and name.endswith(".model") and _class_of(settings) == "T5Tokenizer":
+        number([token for token in _sentinels(settings) if token not in plain.ids])
     for content, entry in _listed(settings, data, label).items():
         # As transformers does: a piece of tokenizer.json that these files list under its id is an added token.
-        if content not in added and (tokenizer is None or ids.get(content, entry["id"]) == entry["id"]):
+        taken = name == "tokenizer.json" and plain.ids.get(content, entry["id"]) != entry["id"]
+        if content not in plain.added and content not in added and not taken:
             added[content] = entry
-    ids = ids | {token: entry["id"] for token, entry in added.items()}
-    if _numbers_names(name, family, settings):
-        unlisted = dict.fromkeys(_unlisted(settings, data, label, ids))
-        for number, content in enumerate(unlisted, max(ids.values(), default=-1) + 1):
-            ids[content] = number
-            added[content] = {"id": number, "content": content, "special": True}
-    return Vocabulary(label, family, ids, added, digest)
+    if numbered:
+        number(dict.fromkeys(_unlisted(settings, data, label, plain.ids.keys() | added.keys())))
+    return added
 
 
 _STRING = rb'"(?:[^"\\]|\\.)*+"'
@@ -498,7 +517,19 @@ def _class_of(settings: Mapping[str, Any]) -> str:
     return str(settings.get("tokenizer_class") or "").removesuffix("Fast")
 
 
-def _unlisted(settings: Mapping[str, Any], data: Mapping[str, bytes], label: str, ids: Mapping[str, int]) -> Iterator[str]:
+def _sentinels(settings: Mapping[str, Any]) -> list[str]:
+    """The tokens that T5's class puts after the pieces of a SentencePiece model, in the order of their ids.
+
+    The first sentinel has the last id, in whatever order a file lists them.
+
+    >>> _sentinels({"extra_ids": 2})
+    ['<extra_id_1>', '<extra_id_0>']
+    """
+    count = settings.get("extra_ids", 100)
+    return [f"<extra_id_{i}>" for i in reversed(range(count))] if _is_id(count) else []
+
+
+def _unlisted(settings: Mapping[str, Any], data: Mapping[str, bytes], label: str, ids: Collection[str]) -> Iterator[str]:
     """The special tokens without an id that the files name by their role, in the order in which transformers numbers them.
 
     Tokens that the class implies for other roles are among them if they come before such a token: they take an id.

@@ -24,7 +24,7 @@ from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure
 from weightsmith._models.structure.vocabulary import count_rows, may_have_tokens
 from weightsmith._models.tokenizers.files import templates_of
-from weightsmith._models.tokenizers.vocabulary import read_vocabulary, token_digest_of
+from weightsmith._models.tokenizers.vocabulary import Vocabulary, read_vocabulary, token_digest_of
 from weightsmith._planning.planner.inputs import changed
 from weightsmith._planning.planner.match import InputModels
 from weightsmith._planning.planner.segments import Segment
@@ -59,12 +59,18 @@ def compared(label: str, checkpoint: Checkpoint, structure: Structure) -> Compar
 
 
 def disagreements(
-    models: Sequence[ComparedModel], donor: int, *, tokenizer: int | None = None, template: int | None = None
+    models: Sequence[ComparedModel],
+    donor: int,
+    *,
+    tokenizer: int | None = None,
+    template: int | None = None,
+    seen: dict[str, Vocabulary] | None = None,
 ) -> list[Finding]:
     """One warning for each kind of setting in which a model differs from the donor, whose value the output has.
 
     tokenizer, template  index of the model whose tokenizer or chat template the output has; None: these are not compared,
                          because the recipe chooses them
+    seen                 tokenizers that were read, see `read_vocabulary`
 
     No tensor is read. Cost: nothing for the settings; tokenizers are parsed only where their files differ.
     """
@@ -77,12 +83,14 @@ def disagreements(
         fix = kind.fix or "test the result: weights were trained for the value of their own model"
         what = f"the models differ in {kind.name}; the output has {_text(values[first])}"
         findings.append(Finding(what, "config.json", _by_value(models, values), fix))
-    return findings + _modules(models, donor) + tokenizer_disagreements(models, tokenizer, template)
+    return findings + _modules(models, donor) + tokenizer_disagreements(models, tokenizer, template, seen)
 
 
-def tokenizer_disagreements(models: Sequence[ComparedModel], tokenizer: int | None, template: int | None) -> list[Finding]:
+def tokenizer_disagreements(
+    models: Sequence[ComparedModel], tokenizer: int | None, template: int | None, seen: dict[str, Vocabulary] | None
+) -> list[Finding]:
     """The same for tokenizers and chat templates alone."""
-    findings = [] if tokenizer is None else _tokenizers(models, tokenizer)
+    findings = [] if tokenizer is None else _tokenizers(models, tokenizer, {} if seen is None else seen)
     return findings + ([] if template is None else _templates(models, template))
 
 
@@ -250,22 +258,25 @@ def _digest_of(model: ComparedModel) -> str:
     return ""
 
 
-def _tokens(model: ComparedModel) -> Mapping[int, str]:
-    """Token by id; {} if unknown."""
+def _vocabulary(model: ComparedModel, seen: dict[str, Vocabulary]) -> Vocabulary | None:
+    """The tokens of a model; None if unknown."""
     with contextlib.suppress(WeightsmithError, OSError):
-        tokenizer = read_vocabulary(model.label, model.folder, model.files)
-        return {} if tokenizer is None else tokenizer.tokens
-    return {}
+        return read_vocabulary(model.label, model.folder, model.files, seen)
+    return None
 
 
-def _tokenizers(models: Sequence[ComparedModel], donor: int) -> list[Finding]:
+def _tokenizers(models: Sequence[ComparedModel], donor: int, seen: dict[str, Vocabulary]) -> list[Finding]:
     """A warning if an id means different tokens in two models, and one for tokens that the output's tokenizer lacks."""
     digests = [_digest_of(model) for model in models]
     others = [model for model, digest in zip(models, digests, strict=True) if digest != digests[donor]]
-    donor_tokens = _tokens(models[donor]) if others else {}
+    output = _vocabulary(models[donor], seen) if others else None
+    donor_tokens = {} if output is None else output.tokens
     differing, lacking = [], []
     for model in others if donor_tokens else ():
-        tokens = _tokens(model)
+        vocabulary = _vocabulary(model, seen)
+        if vocabulary is None or vocabulary is output:
+            continue
+        tokens = vocabulary.tokens
         changed_ids = [n for n in donor_tokens.keys() & tokens.keys() if donor_tokens[n] != tokens[n]]
         if changed_ids:
             first = min(changed_ids)

@@ -37,6 +37,8 @@ NO_CONFIG = "the output has no config.json"
 CHOOSE_TOKENIZER = "write tokenizer_source: and the model whose tokenizer the output is to have"
 
 _ENDS = "eos_token_id"
+_WRITERS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+"""How the classes of transformers end that write texts."""
 OLD_TEMPLATE = "chat_template.json"
 _SETTINGS = "tokenizer_config.json"
 _TEMPLATES = (TEMPLATE_FILE, _SETTINGS, OLD_TEMPLATE)
@@ -53,6 +55,7 @@ class Companions:
     tokenizer       index of the model whose tokenizer the output has, -1 for one outside the merge
     template        index of the model whose chat template it has
     findings        notes on what is taken from another model
+    seen            tokenizers that were read, see `read_vocabulary`
     """
 
     labels: Sequence[str]
@@ -63,16 +66,16 @@ class Companions:
     tokenizer: int = field(init=False)
     template: int = field(init=False)
     findings: list[Finding] = field(default_factory=list)
+    seen: dict[str, Vocabulary] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.tokenizer = self.template = self.donor
 
-    def fill_tokenizer(self, where: str, fix: str, seen: dict[str, Vocabulary]) -> None:
+    def fill_tokenizer(self, where: str, fix: str) -> None:
         """Take the tokenizer of the first model that has one, if the donor has none.
 
         where  of the models in the recipe
         fix    what to do if the tokenizers differ: the end of the message
-        seen   tokenizers that were read, see `read_vocabulary`
 
         Raises MismatchError if the models that have one differ in a token.
         """
@@ -80,7 +83,7 @@ class Companions:
         if not owners or self.donor in owners:
             return
         first, *others = owners
-        tokens = {k: self._tokens(k, seen) for k in owners}
+        tokens = {k: self._tokens(k) for k in owners}
         if differing := [k for k in others if not _same_tokens(tokens[first], tokens[k])]:
             what = f"{self.labels[self.donor]} has no tokenizer, and those of the other models differ"
             lines = {k: f"{self.labels[k]}: {_described(tokens[k])}" for k in (first, *differing)}
@@ -129,44 +132,63 @@ class Companions:
         others = f"{', '.join(differing)} {'has' if len(differing) == 1 else 'have'} another one"
         self.findings.append(Finding(what, GENERATION, (others,) if differing else ()))
 
-    def note_ends(self, output: Vocabulary | None, seen: dict[str, Vocabulary]) -> None:
+    def note_ends(self, output: Vocabulary | None, config: Mapping[str, Any]) -> None:
         """Warn of tokens that end the texts of a model and not those of the output, whose texts would go on and on.
 
         output  the tokenizer of the output, if the recipe chooses it
-        seen    tokenizers that were read, see `read_vocabulary`
+        config  the donor's config.json, with the ids of the output's tokenizer
 
-        Models whose tokenizers cannot be read are not compared.
+        Only models that generate text are compared, and of these only tokens that are known.
         """
-        stated = {k: self._ends(k) for k in range(len(self.opened))}
-        in_output = settings_in(self.files[GENERATION]).get(_ENDS) if GENERATION in self.files else None
-        ends = stated[self.donor] if in_output is None else whole_numbers(in_output)
-        if output is None and all(set(ids) <= set(ends) for ids in stated.values()):
+        if GENERATION in self.files:
+            ends = _ends(settings_in(self.files[GENERATION]), {})
+        else:
+            ends = _ends(self._generation_of(self.donor), config)
+        stated = {k: _ends(self._generation_of(k), self.opened[k].config or {}) or [] for k in range(len(self.opened))}
+        if ends is None or (output is None and all(set(ids) <= set(ends) for ids in stated.values())):
             return
-        known = self._token_of(self.tokenizer, seen) if output is None else output.tokens
+        writers = [k for k, ids in stated.items() if ids and self._generates(k)]
+        known = {} if not writers else self._named(self.tokenizer, ends) if output is None else output.tokens
         tokens = [known[number] for number in ends if number in known]
-        if not tokens:
+        if (ends and not tokens) or not self._generates(self.donor):
             return
         details = []
-        for k, ids in stated.items():
-            theirs = self._token_of(k, seen) if ids and k != self.donor else {}
-            if others := [theirs[number] for number in ids if number in theirs and theirs[number] not in tokens]:
+        for k in writers:
+            theirs = self._named(k, stated[k])
+            if others := [theirs[number] for number in stated[k] if number in theirs and theirs[number] not in tokens]:
                 details.append(f"{self.labels[k]}: {', '.join(map(show, others))}")
         if details:
-            what = f"the models end texts with different tokens; those of the output end with {', '.join(map(show, tokens))}"
+            listed = ", ".join(map(show, tokens)) or "no token"
+            what = f"the models end texts with different tokens; those of the output end with {listed}"
             fix = "add the others to eos_token_id in its generation_config.json, if its chat template ends turns with them"
             self.findings.append(Finding(what, GENERATION, tuple(details), fix))
 
-    def _ends(self, k: int) -> list[int]:
-        """The ids that end the texts of a model."""
+    def _generates(self, k: int) -> bool:
+        """True if a model writes texts, as far as its files tell."""
         checkpoint = self.opened[k]
-        generation = settings_in(self._bytes(k, GENERATION)) if GENERATION in checkpoint.files else {}
-        stated = [generation, *(section for _, section in sections(checkpoint.config or {}))]
-        return next((whole_numbers(part[_ENDS]) for part in stated if part.get(_ENDS) is not None), [])
+        listed = (checkpoint.config or {}).get("architectures")
+        names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+        return GENERATION in checkpoint.files or any(name.endswith(_WRITERS) for name in names) or bool(self._template_of(k))
 
-    def _token_of(self, k: int, seen: dict[str, Vocabulary]) -> Mapping[int, str]:
-        """Token by id; {} if unknown."""
+    def _generation_of(self, k: int) -> dict[str, Any] | None:
+        """The generation_config.json of a model; None if it has none."""
+        return settings_in(self._bytes(k, GENERATION)) if GENERATION in self.opened[k].files else None
+
+    def _named(self, k: int, numbers: Sequence[int]) -> Mapping[int, str]:
+        """Token by id of a model, for these ids at least, as far as they are known.
+
+        tokenizer.json is downloaded only if the small tokenizer_config.json does not list them.
+        """
+        checkpoint = self.opened[k]
+        checkpoint.fetch([name for name in (_SETTINGS,) if name in checkpoint.files])
+        listed = settings_of(checkpoint.folder, checkpoint.files, _SETTINGS).get("added_tokens_decoder")
+        entries = {n: listed.get(str(n)) for n in numbers} if isinstance(listed, dict) else {}
+        contents = {n: entry.get("content") for n, entry in entries.items() if isinstance(entry, dict)}
+        named = {n: content for n, content in contents.items() if isinstance(content, str)}
+        if set(numbers) <= named.keys():
+            return named
         with contextlib.suppress(WeightsmithError, OSError):
-            tokens = self._tokens(k, seen)
+            tokens = self._tokens(k)
             return tokens.tokens if isinstance(tokens, Vocabulary) else {}
         return {}
 
@@ -176,11 +198,11 @@ class Companions:
         self.opened[k].fetch([name])
         return read_bounded(self.opened[k].folder / name, MAX_FILE_BYTES)
 
-    def _tokens(self, k: int, seen: dict[str, Vocabulary]) -> Vocabulary | dict[str, bytes]:
+    def _tokens(self, k: int) -> Vocabulary | dict[str, bytes]:
         """The tokens of a model; the digests of its files if they cannot be read."""
         checkpoint = self.opened[k]
         checkpoint.fetch([name for name in checkpoint.files if is_tokenizer(name)])
-        vocabulary = read_vocabulary(self.labels[k], checkpoint.folder, checkpoint.files, seen)
+        vocabulary = read_vocabulary(self.labels[k], checkpoint.folder, checkpoint.files, self.seen)
         if vocabulary is not None:
             return vocabulary
         names = filter(holds_tokens, checkpoint.files)
@@ -206,6 +228,18 @@ class Companions:
         if owner >= 0:
             self.files |= {name: self._bytes(owner, name) for name in self.opened[owner].files if _is_another(name)}
         with_template(self.files, settings, template)
+
+
+def _ends(generation: Mapping[str, Any] | None, config: Mapping[str, Any]) -> list[int] | None:
+    """The ids that end the texts of a model; None if its files do not say.
+
+    generation  generation_config.json, if there is one: transformers then takes none from config.json
+    """
+    parts = [part for _, part in sections(config)] if generation is None else [generation]
+    stated = [part[_ENDS] for part in parts if _ENDS in part]
+    if generation is None and not stated:  # a default of the model class counts
+        return None
+    return next((whole_numbers(value) for value in stated if value is not None), [])
 
 
 def _is_another(name: str) -> bool:

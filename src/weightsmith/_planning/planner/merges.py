@@ -292,12 +292,14 @@ def match(request: MergeRequest, opened: OpenedModels, stack: ExitStack) -> Matc
         specs: Sequence[Mapping[str, TensorSpec]] = [{} if c is None else c.specs for c in opened.checkpoints]
         return MatchedModels(None, specs, _match_all(opened, specs))
     asked = request.recipe, request.labels, request.models, request.folder
-    aligned, problems = VocabularyPlanner(*asked, opened.inputs, opened.donor, stack).plan()
+    planner = VocabularyPlanner(*asked, opened.inputs, opened.donor, stack)
+    aligned, problems = planner.plan()
     specs = without_foreign(aligned.specs, opened.inputs, opened.inputs[opened.donor])
     names = _match_all(opened, specs)
     structures = [structure for structure in opened.structures if structure is not None]
     alike = [compared(*model) for model in zip(request.labels, opened.inputs, structures, strict=True)]
-    differ = cache(partial(disagreements, alike, opened.donor, tokenizer=aligned.tokenizer, template=aligned.template))
+    taken = {"tokenizer": aligned.tokenizer, "template": aligned.template}
+    differ = cache(partial(disagreements, alike, opened.donor, seen=planner.seen, **taken))
     return MatchedModels(aligned, specs, names, tuple(problems), tuple(aligned.findings), alike, differ)
 
 

@@ -6,6 +6,7 @@ output's number of rows, whatever it has on disk. `Aligned.place` then turns the
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -273,7 +274,7 @@ class VocabularyPlanner:
         self.outside = self.places[0]  # a model that is not in the merge, whose tokenizer the output has
         self.source = donor  # index of the model whose tokenizer the output has; -1: that one
         self.output: Vocabulary | None = None  # the output's, if the recipe asks for one
-        self._seen: dict[str, Vocabulary] = {}
+        self.seen: dict[str, Vocabulary] = {}
 
     def plan(self) -> tuple[Aligned, list[WeightsmithError]]:
         """The vocabulary, and what is wrong with what the recipe asks for."""
@@ -296,17 +297,17 @@ class VocabularyPlanner:
     def _fill(self, aligned: Aligned) -> None:
         """Take from another model what the donor lacks of tokenizer, chat template and generation_config.json."""
         recipe, chosen = self.recipe, self.recipe.tokenizer is not None
-        companions = Companions(self.labels, self.opened, self.donor, aligned.files, aligned.removed)
+        companions = Companions(self.labels, self.opened, self.donor, aligned.files, aligned.removed, seen=self.seen)
         if not chosen:
             where = recipe.at("models" if recipe.base_model is None else "base_model")
-            companions.fill_tokenizer(where, CHOOSE_TOKENIZER, self._seen)
+            companions.fill_tokenizer(where, CHOOSE_TOKENIZER)
         elif self.source >= 0:
             companions.tokenizer = companions.template = self.source
         if not recipe.chat_template and self.source == self.donor:
             companions.fill_template()
         companions.fill_generation(self._moved)
-        if aligned.move is None or GENERATION in companions.files:  # else config.json's ids are not moved yet
-            companions.note_ends(self.output, self._seen)
+        config = copy.deepcopy(dict(self.opened[self.donor].config or {}))
+        companions.note_ends(self.output, config if aligned.move is None else aligned.move(config)[0])
         aligned.files, aligned.removed = companions.files, companions.removed
         aligned.findings += companions.findings
         aligned.tokenizer = None if chosen else companions.tokenizer
@@ -323,7 +324,7 @@ class VocabularyPlanner:
 
     def _read(self, place: _TokenizerFolder) -> Vocabulary | None:
         place.fetch(GENERATION)
-        return read_vocabulary(place.label, place.folder, place.files, self._seen)
+        return read_vocabulary(place.label, place.folder, place.files, self.seen)
 
     def _padding(self, aligned: Aligned) -> None:
         """Models without a key that have the same tokens, and different numbers of rows."""
@@ -412,7 +413,8 @@ class VocabularyPlanner:
         chosen = {rule.token for rule in asked.rules}
         if plain := [token for token in united.new if token not in chosen and not is_marker(token)]:
             what = f"text is split at added tokens of other models that are ordinary text: {some([*map(show, plain)], 6)}"
-            fix = f"use tokenizer_source: base to split text as {source.label} does; the output then lacks these tokens"
+            fix = f"use tokenizer_source: base to split text as {self._source_place.label} does"
+            fix += "; the output then lacks these tokens"
             aligned.findings.append(Finding(what, asked.where, fix=fix))
         families = {vocab.family for vocab in vocabularies}
         if len(families) > 1:
@@ -493,7 +495,7 @@ class VocabularyPlanner:
         aligned.alignment = align(out, rows, vocabularies, self.labels, self.counts, base, rules)
         aligned.specs = [self._aligned(k, rows) for k in range(len(self.opened))]
         aligned.summary = {
-            "tokenizer": out.label,
+            "tokenizer": self._source_place.label,
             "rows": rows,
             "rows_before": self.counts[self.donor],
             "tokens": len(out.tokens),

@@ -224,7 +224,8 @@ def _compute(context: ProductContext) -> Arrays:
             if number:
                 _give(rows, work.weights, quantised)
             first, last = number / len(parts), (number + 1) / len(parts)
-            scaling, features = Scaling(), [made for made in work.scaled if made.readers[-1] in stage]
+            # Its quantised readers are all in one stage; others, such as a router, are in none.
+            scaling, features = Scaling(), [made for made in work.scaled if not stage.keys().isdisjoint(made.readers)]
             if features:
                 middle = first + SCALES_SHARE * (last - first)
                 scaling, first = scaling_of(rows, features, work.weights, specs, (first, middle)), middle

@@ -117,7 +117,9 @@ def calibrate(chain: Chain, draft: PlanDraft, prefix: str = "", *, cache: CacheE
         is_copied = step in calibrated or step.out.name.removeprefix(prefix) in changed
         steps += copies if is_copied else [step]
     if unscaled := [name for name in scales if name in inside and name not in scaled]:
-        what = f"{len(unscaled):,} of {len(scales):,} weights get no AWQ scales: scaling their inputs would change the model"
+        what = (
+            f"{len(unscaled):,} of {len(scales):,} weights get no AWQ scales: no way to scale their inputs is known to be exact"
+        )
         draft.warn(what, unscaled[0])
     draft.steps = with_scales(steps, products)
     chain.add_to(draft, products)
