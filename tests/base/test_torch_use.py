@@ -16,6 +16,10 @@ from weightsmith._base.torch_use import CPU_BUILD_BYTES, GPU_BUILD_BYTES, instal
         ("libtorch_cpu.so", CPU_BUILD_BYTES),
         ("libtorch_cuda.so", CPU_BUILD_BYTES + GPU_BUILD_BYTES),
         ("libtorch_hip.so", CPU_BUILD_BYTES + GPU_BUILD_BYTES),
+        ("libtorch_xpu.so", CPU_BUILD_BYTES + GPU_BUILD_BYTES),
+        ("torch_cpu.dll", CPU_BUILD_BYTES),
+        ("torch_cuda.dll", CPU_BUILD_BYTES + GPU_BUILD_BYTES),
+        ("torch_xpu.dll", CPU_BUILD_BYTES + GPU_BUILD_BYTES),
     ],
 )
 def test_a_build_for_a_gpu_takes_more(library: str, memory_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from weightsmith._base.errors import CheckpointError, FormatError, NotFound, ParameterError, Unsupported, WeightsmithError
+from weightsmith._files.hf_folder import unlisted_shards
 from weightsmith._models.checkpoint import Checkpoint, HubModel, ModelFolder, locate, open_checkpoint
 from weightsmith._models.formats.opening import MAX_CONFIG_BYTES
 from weightsmith._models.sources import files
@@ -449,6 +450,18 @@ def test_an_index_of_pickles_counts_only_beside_a_shard(shard: bool, tmp_path: P
         assert len(checkpoint.notes) == shard
 
 
+def test_shards_that_an_index_leaves_out_are_counted_without_a_list_of_them() -> None:
+    """A few small files could name billions."""
+    unlisted = unlisted_shards([f"s{number}-00001-of-999999999.safetensors" for number in range(40)], ())
+    assert (unlisted.there, unlisted.count) == ((), 40 * 999_999_998)
+    assert unlisted.lost[:2] == ("s0-00002-of-999999999.safetensors", "s0-00003-of-999999999.safetensors")
+
+
+def test_missing_shards_are_named_with_the_width_of_the_others() -> None:
+    unlisted = unlisted_shards([f"model-{number:05d}-of-000163.safetensors" for number in range(1, 163)], ())
+    assert (unlisted.lost, unlisted.count) == (("model-00163-of-000163.safetensors",), 1)
+
+
 @pytest.mark.parametrize("there", [True, False])
 def test_a_shard_that_the_index_leaves_out_is_noted(there: bool, tmp_path: Path) -> None:
     """Its numbers say that it belongs to the model, which would be written without its tensors."""
@@ -458,7 +471,11 @@ def test_a_shard_that_the_index_leaves_out_is_noted(there: bool, tmp_path: Path)
     with open_checkpoint(tmp_path) as checkpoint:
         assert list(checkpoint.specs) == ["a"]
         (note,) = checkpoint.notes
-        assert note.what == f"its index has no tensor of {TWO}, so nothing is read from there"
+        if there:
+            assert note.what == f"its index has no tensor of {TWO}, so nothing is read from there"
+        else:
+            assert note.what.startswith("its shards are numbered as if there were 1 more")
+            assert note.what.endswith(f": {TWO}")
     sharded(tmp_path)
     with open_checkpoint(tmp_path) as checkpoint:
         assert checkpoint.notes == ()

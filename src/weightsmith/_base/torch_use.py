@@ -43,7 +43,8 @@ def installed_bytes() -> int:
     """Memory of torch, imported and at work: of the build that is installed, else of a CPU build."""
     spec = None if needs_torch() else importlib.util.find_spec("torch")
     libraries = [Path(folder, "lib") for folder in (spec.submodule_search_locations or () if spec else ())]
-    for_gpu = any((folder / f"libtorch_{kind}.so").exists() for folder in libraries for kind in ("cuda", "hip"))
+    names = [name for kind in ("cuda", "hip", "xpu") for name in (f"libtorch_{kind}.so", f"torch_{kind}.dll")]
+    for_gpu = any((folder / name).exists() for folder in libraries for name in names)
     return CPU_BUILD_BYTES + for_gpu * GPU_BUILD_BYTES
 
 

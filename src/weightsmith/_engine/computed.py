@@ -6,6 +6,7 @@ rounded to its dtype, where the outer one reads them. The bytes are those of the
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ from weightsmith._engine.schedule import APPLY, ActiveStep, LeafPass, Scheduler,
 from weightsmith._engine.tile_work import Finite, Merger
 from weightsmith._files.hf_folder import natural_key
 from weightsmith._models.checkpoint import Checkpoint
-from weightsmith._plans import COPY, Gather, Plan, Read, Step
+from weightsmith._plans import COPY, PRODUCTS, Gather, Plan, Read, Step
 from weightsmith.abc.job import Bytes
 from weightsmith.abc.tensors import check_range, closed, digest, spec_of
 
@@ -64,6 +65,7 @@ class ComputedSource:
         self._merges: OrderedDict[tuple[str, int], _Merge] = OrderedDict()
         self._threads = threading.local()
         self._closed = False
+        self._tiles_read: dict[str, float] = {}
         self.set_run()
 
     def set_run(self, resources: Resources = DEFAULTS, *, allow_nonfinite: bool = False) -> None:
@@ -109,15 +111,27 @@ class ComputedSource:
         again, once = inner.read_bytes(read.tensor)
         return again * size // max(1, spec.size), once
 
-    def counterparts(self, one: str, other: str) -> list[tuple[Checkpoint, str, str]]:
-        """The model and the tensors that two tensors are made of in the same way; [] if it is not the same."""
-        first, second = (self._step(name) for name in (one, other))
-        if (first.op, first.settings, first.base) != (second.op, second.settings, second.base):
-            return []
-        pairs = list(zip(first.inputs, second.inputs, strict=False))
-        if len(first.inputs) != len(second.inputs) or any(a.model != b.model for a, b in pairs):
-            return []
-        return [(self.inputs[a.model], a.tensor, b.tensor) for a, b in pairs if a.model >= 0]
+    def tiles_read(self, name: str) -> float:
+        """Tiles of models that are read for one tile of a tensor; infinite if a product or a whole matrix is needed first."""
+        if name not in self._tiles_read:
+            self._tiles_read[name] = max(map(self._tiles_of, self._step(name).leaves), default=1)
+        return self._tiles_read[name]
+
+    def _tiles_of(self, leaf: Step) -> float:
+        if leaf.needs or any(read.model == PRODUCTS or read.table for read in leaf.all_inputs):
+            return math.inf
+        if leaf.op != COPY and _holds_matrix(leaf, self._reader.job_facts(leaf)[1]):
+            return math.inf
+        inner = ((computed_source(self._reader.source(read)), read.tensor) for read in leaf.inputs)
+        return sum(1 if source is None else source.tiles_read(name) for source, name in inner)
+
+    def counterparts(self, one: str, other: str) -> list[tuple[Checkpoint, str, str]] | None:
+        """The model and the tensors that two tensors are made of in the same way; None if it is not the same."""
+        leaves, twins = self._step(one).leaves, self._step(other).leaves
+        if len(leaves) != len(twins) or any(map(_made_apart, leaves, twins)):
+            return None
+        pairs = [pair for leaf, twin in zip(leaves, twins, strict=True) for pair in zip(leaf.inputs, twin.inputs, strict=True)]
+        return [(self.inputs[a.model], a.tensor, b.tensor) for a, b in pairs if a.model != PRODUCTS]
 
     def natural_dtype(self, name: str) -> DType:
         return self._step(name).out.dtype
@@ -279,6 +293,12 @@ def inner_passes(reader: Reader, leaf: Step) -> int:
     """How often models are read for the statistics of other merges that a leaf reads."""
     sources = ((computed_source(reader.source(read)), read.tensor) for read in leaf.inputs)
     return max((source.statistics_passes(name) for source, name in sources if source is not None), default=0)
+
+
+def _made_apart(leaf: Step, other: Step) -> bool:
+    """Whether two leaves are made in different ways, whatever tensors they read. Equal settings have one index."""
+    ways = [(x.op, x.settings, x.base, x.out.shape, *((r.model, r.view) for r in x.inputs)) for x in (leaf, other)]
+    return ways[0] != ways[1]
 
 
 def _holds_matrix(leaf: Step, resident_bytes: int) -> bool:

@@ -37,8 +37,9 @@ from weightsmith._features.any_recipe import assemble_request, replan
 from weightsmith._outputs.local import remove_checkpoint
 from weightsmith._outputs.manifest import read_manifest
 from weightsmith._outputs.places import remove_published, verify
+from weightsmith._planning.planner.copies import check_copies
 from weightsmith._planning.planner.loading import Check
-from weightsmith._planning.planner.prepared import Prepared, download, missing_files, stream
+from weightsmith._planning.planner.prepared import Prepared, download, make_readable, missing_files, stream
 from weightsmith._plans import Product, Step
 
 if TYPE_CHECKING:
@@ -73,16 +74,24 @@ def stages_written(
         fix = "merge it alone into the bucket, and name its address in the recipe; or leave --ray out"
         raise ParameterError(what, where="--ray", fix=fix, state=NOTHING_WRITTEN)
     check_output(out, prepared.plan, options, protected_paths(prepared))
+    make_readable(prepared.inputs, streamed=options.stream)
+    check_copies(prepared)
     written: dict[str, Path] = {}
     results: list[Merged] = []
-    for stage in stages:
-        assert stage.request is not None
-        with assemble_request(stage.request, written).finish() as stage_plan:
-            folder = stage_folder(out, stage.path)
-            results.append(_stage(stage_plan, folder, request, helpers))
-        written[stage.path] = folder
-    with replan(prepared, written) as last:
-        yield last, results
+    try:
+        for stage in stages:
+            assert stage.request is not None
+            with assemble_request(stage.request, written).finish() as stage_plan:
+                folder = stage_folder(out, stage.path)
+                results.append(_stage(stage_plan, folder, request, helpers))
+            written[stage.path] = folder
+        with replan(prepared, written) as last:
+            yield last, results
+    except WeightsmithError as error:
+        if written and error.state == NOTHING_WRITTEN:
+            folders = " and ".join(map(str, written.values()))
+            error.state = f"Nothing was published. Results of other recipes are kept in {folders}, and used by the next run."
+        raise
 
 
 def without_stages(stages: Sequence[Merged]) -> list[Finding]:

@@ -37,6 +37,7 @@ from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
 from weightsmith._outputs.locks import CONTENT
 from weightsmith._outputs.places import place_of
 from weightsmith._outputs.staging import Staging
+from weightsmith._planning.planner.copies import check_copies
 from weightsmith._planning.planner.loading import Check
 from weightsmith._planning.planner.prepared import Prepared, download, missing_files, stream
 from weightsmith._plans import Plan, Product, Step
@@ -471,7 +472,7 @@ def staged(
         usable_device(options.device, "float64")
     resources = resources_of(prepared, options)
     _download(prepared, request)
-    prepared.check_copies()
+    check_copies(prepared)
     spec = _spec_of(prepared, request, part, steps, helping)
     if options.local_copy is not None:
         from weightsmith._execution.local_copies import use_local_copies

@@ -257,20 +257,19 @@ def _unsafe(file: str, suffixes: tuple[str, ...]) -> str:
     return ""
 
 
-_MAX_SHARDS = 10**5
-
-
 @dataclass(frozen=True, slots=True)
 class _ShardSet:
     """Files that are numbered alike: `model-00002-of-00005.safetensors` says that there are five.
 
     total    as their names write it
+    width    of the numbers: DeepSeek has written `model-00002-of-000163.safetensors`
     numbers  of those that are there
     """
 
     stem: str
     total: str
     suffix: str
+    width: int
     numbers: set[int]
 
     @property
@@ -278,12 +277,21 @@ class _ShardSet:
         """How many there are by their names."""
         return int(self.total) if len(self.total) < 10 else 10**9
 
+    @property
+    def first(self) -> int:
+        """The lowest number."""
+        return 0 if 0 in self.numbers else 1
+
+    @property
+    def lost(self) -> int:
+        """How many are not there."""
+        return self.count - sum(self.first <= number < self.first + self.count for number in self.numbers)
+
     def missing(self) -> Iterator[str]:
-        """The names of those that are not there, at most the first of very many."""
-        first = 0 if 0 in self.numbers else 1
-        for number in range(first, min(self.count, _MAX_SHARDS) + first):
+        """The names of those that are not there, in order. There may be a billion."""
+        for number in range(self.first, self.first + self.count):
             if number not in self.numbers:
-                yield f"{self.stem}-{number:0{len(self.total)}d}-of-{self.total}{self.suffix}"
+                yield f"{self.stem}-{number:0{self.width}d}-of-{self.total}{self.suffix}"
 
 
 def _sets(files: Iterable[str]) -> Iterable[_ShardSet]:
@@ -291,14 +299,14 @@ def _sets(files: Iterable[str]) -> Iterable[_ShardSet]:
     for name in files:
         if (match := _NUMBERED.fullmatch(name)) and len(match[2]) < 10:
             key = match[1], match[3], match[4]
-            sets.setdefault(key, _ShardSet(*key, set())).numbers.add(int(match[2]))
+            sets.setdefault(key, _ShardSet(*key, len(match[2]), set())).numbers.add(int(match[2]))
     return sets.values()
 
 
 def _check_numbers_complete(files: Iterable[str], where: str) -> None:
     """Raise FormatError if numbered files are missing: without an index nothing else would tell."""
     for shards in _sets(files):
-        if (lost := shards.count - len(shards.numbers)) > 0:
+        if (lost := shards.lost) > 0:
             listed = ", ".join(itertools.islice(shards.missing(), 3))
             raise FormatError(
                 f"{lost} of {shards.count} shards are missing: {listed}" + (", …" if lost > 3 else ""),
@@ -307,13 +315,36 @@ def _check_numbers_complete(files: Iterable[str], where: str) -> None:
             )
 
 
-def unlisted_shards(files: Collection[str]) -> list[str]:
-    """Names of shards that belong to the same sets as those that an index lists, by their numbers, in natural order.
+@dataclass(frozen=True, slots=True)
+class UnlistedShards:
+    """Shards of the sets that an index lists files of, by their numbers, and that it does not list.
 
-    >>> unlisted_shards(["model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors"])
-    ['model-00002-of-00003.safetensors']
+    there  names of files in the folder
+    lost   the first few names of others
+    count  of all others
     """
-    return [name for shards in _sets(files) for name in shards.missing()]
+
+    there: tuple[str, ...]
+    lost: tuple[str, ...]
+    count: int
+
+
+def unlisted_shards(listed: Iterable[str], others: Iterable[str]) -> UnlistedShards:
+    """Which shards an index leaves out.
+
+    listed  names of files that it lists
+    others  names of other files in the folder
+
+    >>> unlisted_shards(["model-00001-of-00004.safetensors"], ["model-00003-of-00004.safetensors", "consolidated.safetensors"])
+    UnlistedShards(there=('model-00003-of-00004.safetensors',), lost=('model-00002-of-00004.safetensors', \
+'model-00004-of-00004.safetensors'), count=2)
+    """
+    files = list(listed)
+    stems = {(shards.stem, shards.total, shards.suffix) for shards in _sets(files)}
+    there = tuple(name for name in others if (match := _NUMBERED.fullmatch(name)) and (match[1], match[3], match[4]) in stems)
+    incomplete = [shards for shards in _sets([*files, *there]) if shards.lost > 0]
+    lost = itertools.chain.from_iterable(shards.missing() for shards in incomplete)
+    return UnlistedShards(there, tuple(itertools.islice(lost, _SHOWN)), sum(shards.lost for shards in incomplete))
 
 
 def _hub_cache(folder: Path) -> NotFound | None:

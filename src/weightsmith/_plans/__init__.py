@@ -34,6 +34,7 @@ from weightsmith._plans.values import Settings as Settings
 from weightsmith._plans.values import StatisticRead as StatisticRead
 from weightsmith._plans.values import Step as Step
 from weightsmith._plans.values import Table as Table
+from weightsmith._plans.values import TakenForCopy as TakenForCopy
 from weightsmith._plans.values import Value as Value
 from weightsmith._plans.values import arrays_of as arrays_of
 from weightsmith._plans.values import needs_of as needs_of

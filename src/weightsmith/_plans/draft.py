@@ -45,6 +45,7 @@ from weightsmith._plans.values import (
     Settings,
     Step,
     Table,
+    TakenForCopy,
     View,
 )
 from weightsmith._version import __version__
@@ -74,6 +75,7 @@ class PlanDraft:
     products: list[Product] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     dropped: list[Dropped] = field(default_factory=list)
+    copies: list[TakenForCopy] = field(default_factory=list)
     config: dict[str, Any] | None = None
     donor: int = 0
     carried: list[str] = field(default_factory=list)
@@ -205,6 +207,8 @@ def _check(plan: Plan) -> None:
             raise invalid(f"step {step.out.name}", "it needs a transient product")
     if any(not 0 <= d.model < models for d in plan.dropped):
         raise invalid("plan.dropped", f"there are {models} models")
+    if any(not 0 <= copy.model < models for copy in plan.copies):
+        raise invalid("plan.copies", f"there are {models} models")
 
 
 def _check_step(plan: Plan, step: Step, products: set[str], arrays: set[str]) -> None:

@@ -348,6 +348,19 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True)
+class TakenForCopy:
+    """A tensor that is left out, or merged, as a copy of another one of its model: to be compared when both can be read.
+
+    model  index
+    other  the name of the other one
+    """
+
+    model: int
+    tensor: str
+    other: str
+
+
+@dataclass(frozen=True, slots=True)
 class FollowUp:
     """The plan that follows from the products of another one, of which nothing else is run then.
 
@@ -410,6 +423,7 @@ class Plan:
     products         values that some steps need, in dependency order
     tables           indexed by `Gather.table` and `Step.weighted`
     dropped          every unused input tensor, with a reason
+    copies           of models that were not downloaded yet: what a run compares first
     config           the new config.json, or None if the donor has none
     donor            index of the model that supplies config, tokenizer and other files
     carried          names of the donor's files to copy unchanged
@@ -435,6 +449,7 @@ class Plan:
     products: tuple[Product, ...] = ()
     tables: tuple[Table, ...] = ()
     dropped: tuple[Dropped, ...] = ()
+    copies: tuple[TakenForCopy, ...] = field(default=(), metadata=OMITTED)
     config: dict[str, Any] | None = None
     donor: int = 0
     carried: tuple[str, ...] = ()
@@ -533,8 +548,10 @@ class Plan:
         for name in ("warnings", "lacking"):
             data.pop(name, None)
         todo = [data]
-        while todo:  # samples are of the inputs
-            for model in todo.pop()["models"]:
+        while todo:
+            one = todo.pop()
+            one.pop("copies", None)  # not known of models that are downloaded already
+            for model in one["models"]:  # samples are of the inputs
                 model.pop("sample", None)
                 todo += [model["plan"]] if "plan" in model else []
         digest, text_of = hashlib.sha256(), json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode

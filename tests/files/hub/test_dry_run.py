@@ -156,7 +156,18 @@ def test_a_head_that_was_trained_apart_is_found_when_it_is_downloaded(
             path = recipe(tmp_path, "org/base", f"org/{name}")
             if staged:
                 path.write_text(f"name: one\n{path.read_text()}---\nmerge_method: passthrough\nmodels:\n  - model: one\n")
-            assert weightsmith(hub, tmp_path, "plan", path).code == 0
+            planned = weightsmith(hub, tmp_path, "plan", path, "--json")
+            assert planned.code == 0, planned.err
+            saved = path.with_name(f"{name}.json")
+            saved.write_text(planned.out)
+            for part in ((), ("--part", "1/2")):
+                ran = weightsmith(hub, tmp_path, "run", saved, tmp_path / f"{name}-run{len(part)}", *part, *options)
+                assert ran.code == code, ran.err
+                assert "differs from model.embed_tokens.weight" in ran.err or code == 0
+            if staged:
+                kept = weightsmith(hub, tmp_path, "merge", path, tmp_path / f"{name}-kept", "--keep-stages", *options)
+                assert kept.code == code, kept.err
+                assert bool([*tmp_path.glob(f"{name}-kept.stage-*")]) == (code == 0)
             done = weightsmith(hub, tmp_path, "merge", path, tmp_path / name, *options)
             assert done.code == code, done.err
         assert "its head lm_head.weight is stored and differs from model.embed_tokens.weight" in done.err

@@ -302,6 +302,8 @@ ROUTED = {"model.layers.0.mlp.experts.0.up_proj.weight": EXPERTS[0], "model.laye
         ("granitemoehybrid", {"model.layers.0.mlp.up_proj.weight": EXPERTS[0]}, "split shared_mlp.input_linear in two"),
         ("baichuan_m1", {"lm_head.weight": EXPERTS[0]}, "divided the rows of the head by their norms"),
         ("dbrx", {"transformer.blocks.0.ffn.experts.0.w2.weight": EXPERTS[0]}, "split experts.mlp"),
+        ("hunyuan", {"model.layers.0.self_attn.q_proj.weight": EXPERTS[0]}, "split qkv_proj and gate_and_up_proj"),
+        ("hunyuan", {"model.layers.0.mlp.gate_proj.weight": EXPERTS[0]}, "split qkv_proj and gate_and_up_proj"),
         ("muse_spark", {"model.language_model.layers.0.self_attn.qkvg_proj.weight": EXPERTS[0]}, "joined projections"),
         ("ernie4_5_moe", ROUTED, "left out tensors that routers need: e_score_correction_bias"),
     ],
@@ -364,6 +366,32 @@ def test_a_scalar_of_apertus_has_the_shape_of_the_hub(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.act_fn.alpha_p"
     with open_checkpoint(of_mlx(tmp_path / "mlx", {name: np.array(0.5, np.float32)}, "apertus")) as checkpoint:
         np.testing.assert_array_equal(checkpoint[name], [0.5])
+
+
+def test_vectors_of_rwkv_7_have_the_shape_of_the_hub(tmp_path: Path) -> None:
+    """mlx-lm 0.32.2 makes [heads, head_dim] of them, and of r_k, which is so on the Hub too, nothing."""
+    names = [f"model.layers.0.attn.{name}" for name in ("k_k", "k_a", "g_norm.weight", "g_norm.bias", "r_k")]
+    values = np.arange(8, dtype=np.float32).reshape(2, 4)
+    with open_checkpoint(of_mlx(tmp_path / "mlx", dict.fromkeys(names, values), "rwkv7")) as checkpoint:
+        assert [checkpoint[name].shape for name in names] == [(8,)] * 4 + [(2, 4)]
+        np.testing.assert_array_equal(checkpoint[names[0]], values.ravel())
+
+
+@pytest.mark.parametrize(
+    ("config", "noted"),
+    [
+        ({"model_type": "qwen2_vl"}, True),
+        ({"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"]}, True),
+        ({"model_type": "qwen3_vl", "text_config": {}}, True),
+        ({"model_type": "qwen3_5_text", "text_config": {}}, False),
+        ({"model_type": "qwen3_5", "architectures": ["Qwen3_5ForCausalLM"], "text_config": {}}, False),
+        ({"model_type": "qwen2"}, False),
+    ],
+)
+def test_config_json_tells_whether_mlx_left_out_towers(config: dict[str, Any], noted: bool, tmp_path: Path) -> None:
+    tensors = {"language_model.model.norm.weight": np.ones(2, np.float32)}
+    with open_checkpoint(of_mlx(tmp_path / "mlx", tensors, **config)) as checkpoint:
+        assert len(checkpoint.notes) == noted
 
 
 def test_a_text_model_without_its_towers_is_pointed_out(tmp_path: Path) -> None:

@@ -8,11 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from safetensors.numpy import load_file, save_file
 
+import weightsmith
 from tests import plan_help
 from tests.mini import write_checkpoint
 from tests.plan_help import config, decoder, plan, problems, sources, warnings
+from weightsmith._models.checkpoint import Checkpoint
+from weightsmith._planning.planner import copies
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 UNTIED = {"tie_word_embeddings": False}
@@ -230,6 +234,63 @@ def test_embeddings_of_a_result_differ_as_those_of_its_models_do(method: str, tm
         tensors = load_file(tmp_path / folder / "model.safetensors")
         save_file({**tensors, ENCODER: tensors[DECODER]}, tmp_path / folder / "model.safetensors")
     assert len(sources(plan(pair(inner, shared)))["model.shared.weight"]) == 2
+
+
+def with_copies(folder: Path, seed: int) -> str:
+    """An embedding for each side, the one a copy of the other."""
+    path = marian(folder, seed, tied=True)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, ENCODER: tensors[DECODER]}, folder / "model.safetensors")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters"),
+    [
+        ("linear", {"weight": [{"filter": "encoder.embed_tokens", "value": 0.9}, {"value": 0.3}]}),
+        ("dare_linear", {"weight": 0.5, "density": 0.3}),
+        ("wudi", {"weight": [{"filter": "encoder.embed_tokens", "value": 0.9}, {"value": 0.3}]}),
+    ],
+)
+def test_copies_that_a_recipe_merges_in_two_ways_are_none_in_its_result(
+    method: str, parameters: dict[str, Any], tmp_path: Path
+) -> None:
+    """By weights of their own, or by random numbers, which depend on the name."""
+    a, b = (with_copies(tmp_path / n, i) for i, n in enumerate("ab"))
+    inner: dict[str, Any] = {"merge_method": method, "models": [{"model": b, "parameters": parameters}]}
+    if method == "linear":
+        inner["models"] += [{"model": a, "parameters": {"weight": 0.5}}]
+    else:
+        inner["base_model"] = a
+    (error,) = problems(pair(inner, marian(tmp_path / "c", 2, tied=True, shared=True)))
+    assert f"its {ENCODER} differs from {DECODER}" in str(error)
+
+
+def test_weights_of_their_own_that_give_equal_numbers_leave_copies(tmp_path: Path) -> None:
+    """The sum of the two weights scales both."""
+    a = with_copies(tmp_path / "a", 0)
+    weight = [{"filter": "encoder.embed_tokens", "value": 2}, {"value": 1}]
+    inner = {"merge_method": "linear", "models": [{"model": a, "parameters": {"weight": weight}}]}
+    shared = marian(tmp_path / "c", 2, tied=True, shared=True)
+    assert len(sources(plan(pair(inner, shared)))["model.shared.weight"]) == 2
+
+
+def test_results_that_use_each_other_are_compared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of ways from the last to the first doubles with each."""
+    calls = list[str]()
+    compare = copies._samples_differ
+
+    def counting(checkpoint: Checkpoint, *pair: Any) -> bool:
+        calls.append(checkpoint.ref)
+        return compare(checkpoint, *pair)
+
+    monkeypatch.setattr(copies, "_samples_differ", counting)
+    a = with_copies(tmp_path / "a", 0)
+    results = [{**pair(a, *(f"s{j}" for j in range(i))), "name": f"s{i}"} for i in range(11)]
+    last = pair("s10", marian(tmp_path / "c", 1, tied=True, shared=True))
+    (tmp_path / "recipe.yml").write_text("---\n".join(map(yaml.safe_dump, [*results, last])))
+    weightsmith.plan(tmp_path / "recipe.yml", check_loading=False)
+    assert len(calls) <= 12
 
 
 def test_an_embedding_of_another_dtype_is_no_copy(tmp_path: Path) -> None:

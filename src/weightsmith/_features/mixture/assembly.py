@@ -97,6 +97,7 @@ class Assembly:
         numbers = [self.add(checkpoint) for checkpoint in assembled.inputs]
         first = len(self.draft.settings)
         self.draft.settings += plan.settings
+        self.draft.copies += [replace(copy, model=numbers[copy.model]) for copy in plan.copies]
         self._merges += 1
         names = {
             name: f"merge {self._merges}, {name}" for p in plan.products for name in (p.name, *(out.name for out in p.outs))

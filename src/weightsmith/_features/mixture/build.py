@@ -40,7 +40,6 @@ from weightsmith._models.structure.vocabulary import is_embedding
 from weightsmith._planning import recipe as recipes
 from weightsmith._planning.planner.agreement import compared, tokenizer_disagreements
 from weightsmith._planning.planner.build import NOTHING, assemble_recipe
-from weightsmith._planning.planner.copies import TakenForCopy
 from weightsmith._planning.planner.files import Companions, carried, held_files, lacking
 from weightsmith._planning.planner.inputs import at, open_models
 from weightsmith._planning.planner.loading import question_of
@@ -78,7 +77,6 @@ class _Builder:
         self.folder = request.folder
         self.written = written
         self.stages: list[Stage] = []
-        self.copies: list[TakenForCopy] = []
         self.assembly = Assembly(Provenance("moe"))
         self.named: list[Path] = []
 
@@ -118,9 +116,7 @@ class _Builder:
             specs = [step.out for step in donor.steps.values()]
             loading = question_of(draft, donor.config, specs, donor.structure, donor.label, where=self.recipe.filename)
         inputs = self.assembly.inputs
-        return Prepared(
-            draft, inputs, donor.structure, named=self.named, stages=self.stages, copies=self.copies, loading=loading
-        )
+        return Prepared(draft, inputs, donor.structure, named=self.named, stages=self.stages, loading=loading)
 
     def _checked(self, base: Dense, donors: Sequence[Dense], listed: Sequence[Expert]) -> tuple[ExpertLayout, Companions]:
         """The layout that holds these experts, and where tokenizer and templates come from. Raises PlanError."""
@@ -299,7 +295,6 @@ class _Builder:
         self.warnings += assembled.draft.warnings
         self.named += assembled.named
         self.stages += assembled.stages
-        self.copies += assembled.copies
         if assembled.draft.tables or (assembled.draft.files and (recipe.tokenizer is not None or recipe.chat_template)):
             what = "a merge inside a mixture cannot change the vocabulary or the chat template"
             fix = "run it with `weightsmith merge` first, and name the result here"

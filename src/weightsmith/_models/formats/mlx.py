@@ -233,6 +233,8 @@ _MOVED_ALONE = frozenset({"lfm2", "mamba", "mamba2", "olmo_hybrid", "recurrent_g
 """Values of `model_type` for which mlx-lm changes nothing but the layout of the convolutions."""
 _LEARNED_ALPHA = re.compile(r".+\.act_fn\.alpha_[np]")
 """Apertus' parameters of an activation: shape (1,), and a scalar in MLX."""
+_OF_HEADS = re.compile(r".+\.(k_k|k_a|g_norm\.(weight|bias))")
+"""RWKV-7's vectors over all heads, which are [heads, head_dim] in MLX."""
 
 _OTHER_WEIGHTS = (
     ("", re.compile(r".+\.(embed_q|unembed_out)\.weight"), "split kv_b_proj in two"),
@@ -240,6 +242,7 @@ _OTHER_WEIGHTS = (
     ("granitemoehybrid", re.compile(r".+\.layers\.\d+\.mlp\..+"), "split shared_mlp.input_linear in two"),
     ("baichuan_m1", re.compile(r"lm_head\.weight"), "divided the rows of the head by their norms"),
     ("dbrx", re.compile(r".+\.experts\.\d+\.w\d\.weight"), "split experts.mlp"),
+    ("hunyuan", re.compile(r".+\.(mlp\.gate_proj|self_attn\.q_proj)\.weight"), "split qkv_proj and gate_and_up_proj"),
     ("muse_spark", re.compile(r".+\.qkvg_proj\.weight"), "joined projections and reordered their rows"),
 )
 """What mlx-lm does to weights, and the names that tell: the value of `model_type`, "" for any."""
@@ -269,6 +272,9 @@ def in_hub_layout(wrapped: Wrapped, where: str) -> Wrapped:
         raise Unsupported(what, where=where, fix=_NAME_THE_ORIGINAL)
     shapes: dict[str, tuple[int, ...]] = {spec.name: (spec.shape[0], 1, spec.shape[1]) for spec in moved}
     shapes |= {name: (1,) for name, spec in specs.items() if not spec.shape and _LEARNED_ALPHA.fullmatch(name)}
+    if model_type == "rwkv7":
+        of_heads = (spec for spec in specs.values() if len(spec.shape) == 2 and _OF_HEADS.fullmatch(spec.name))
+        shapes |= {spec.name: (spec.shape[0] * spec.shape[1],) for spec in of_heads}
     if not shapes:
         return wrapped
     parts = {name: TensorPart(name, shapes.get(name, spec.shape)) for name, spec in specs.items()}
@@ -291,12 +297,27 @@ def _refuse_other_weights(specs: Specs, model_type: object, where: str) -> None:
 
 def _without_towers(wrapped: Wrapped, where: str) -> Wrapped:
     """The model, with a note if mlx-lm has left out all but its text model; `vision_config` it leaves out too."""
-    config, specs = wrapped.config or {}, wrapped.source.specs
-    if not isinstance(config.get("text_config"), Mapping) or any(word in name for name in specs for word in _OTHER_TOWERS):
+    if not _has_towers(wrapped.config or {}) or any(word in name for name in wrapped.source.specs for word in _OTHER_TOWERS):
         return wrapped
     fix = "name the model of the Hub that was converted for MLX, to keep them"
     note = Finding("only the text model is here: MLX has left out the parts for images or audio", where, fix=fix)
     return replace(wrapped, notes=(*wrapped.notes, note))
+
+
+def _has_towers(config: Config) -> bool:
+    """Whether it is the config.json of a model with more parts than a text model.
+
+    >>> _has_towers({"model_type": "qwen2_vl"}), _has_towers({"model_type": "gemma3", "text_config": {}})
+    (True, True)
+    >>> _has_towers({"model_type": "qwen3_5_text", "text_config": {}})
+    False
+    """
+    model_type, architectures = str(config.get("model_type")), config.get("architectures")
+    if model_type in _TOWERS_WITHOUT_SECTIONS:
+        return True
+    names = architectures if isinstance(architectures, list) else []
+    of_text = model_type.endswith("_text") or any(str(name).endswith("ForCausalLM") for name in names)
+    return not of_text and isinstance(config.get("text_config"), Mapping)
 
 
 def _with_names_of_the_hub(wrapped: Wrapped, where: str) -> Wrapped:
@@ -370,6 +391,8 @@ _LAYER_INPUTS = ("qkv", "gate_up")
 """Values of `JOINED_PROJECTIONS` of projections whose input is the hidden state."""
 _OTHER_TOWERS = ("vision", "visual", "audio", "speech", "image")
 """Parts of names of modules with hidden states of other sizes."""
+_TOWERS_WITHOUT_SECTIONS = ("qwen2_vl", "qwen2_5_vl")
+"""Values of `model_type` whose config.json has the settings of the text model beside `vision_config`."""
 _OTHER_WIDTHS = ("attention_hidden_size", "word_embed_proj_dim", "embedding_size", "embedding_dim")
 """Keys of config.json that say that inputs of some modules are not the hidden state, which they then are no check of."""
 _DEFAULTS: Mapping[str, Any] = {"group_size": 64, "bits": 4}

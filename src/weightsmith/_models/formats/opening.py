@@ -83,12 +83,18 @@ class WeightFiles:
             what += f"{some(safetensors, 2)}, not read here"
             fix = "move the .bin files away to read the safetensors, or name a single file"
             opened = replace(opened, notes=(*opened.notes, Finding(what, where, fix=fix)))
-        unlisted = unlisted_shards([path.name for path in self.paths]) if self.index is not None else []
-        if not unlisted:
+        if self.index is None:
             return opened
-        what = f"its index has no tensor of {some(unlisted, 2)}, so nothing is read from there"
-        note = Finding(what, where, fix="download index and weight files again, if the model should have these tensors")
-        return replace(opened, notes=(*opened.notes, note))
+        unlisted = unlisted_shards([path.name for path in self.paths], self.ignored)
+        notes = []
+        if unlisted.there:
+            notes.append(f"its index has no tensor of {some(unlisted.there, 2)}, so nothing is read from there")
+        if unlisted.lost:
+            others = ", …" if unlisted.count > len(unlisted.lost) else ""
+            what = f"its shards are numbered as if there were {unlisted.count:,} more"
+            notes.append(f"{what}, neither in its index nor in the folder: {', '.join(unlisted.lost)}{others}")
+        fix = "download index and weight files again, if the model should have these tensors"
+        return replace(opened, notes=(*opened.notes, *(Finding(what, where, fix=fix) for what in notes)))
 
 
 def choose_kind(names: Collection[str], where: str) -> tuple[FileKind, FolderWeights]:

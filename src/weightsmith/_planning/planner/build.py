@@ -20,7 +20,6 @@ from weightsmith._methods.method import Method
 from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
 from weightsmith._planning import recipe as recipes
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.planner.copies import TakenForCopy
 from weightsmith._planning.planner.files import held_files, joined
 from weightsmith._planning.planner.inputs import missing_models, open_models
 from weightsmith._planning.planner.merges import (
@@ -213,7 +212,6 @@ class _Stages:
         users = [recipe, *(recipe.stages[ref.path] for ref in self._refs)]
         self._adapted = {ref.path for user in users if user is not None for ref in user.references if ref.lora is not None}
         self._stages: list[Stage] = []
-        self._copies: list[TakenForCopy] = []
         self._warnings: list[Finding] = []
         self._lacking: list[Mapping[str, tuple[str, ...]]] = []
 
@@ -241,7 +239,6 @@ class _Stages:
         except PlanError as error:
             self.problems += error.problems
             return
-        self._copies += assembled.copies
         self._warnings += warnings
         self._lacking.append(missing)
         path, label = ref.path, ref.path if ref.path == recipe.name else str(ref)
@@ -260,7 +257,6 @@ class _Stages:
             draft.lacking = joined([*self._lacking, draft.lacking], held_files(draft, assembled.inputs[draft.donor].folder))
             assembled.named = [*(path for stage in self._stages for path in code_files(stage.plan)), *assembled.named]
             assembled.stages = [*self._stages]
-            assembled.copies = [*self._copies, *assembled.copies]
         return assembled
 
     def _same_names(self) -> Iterator[Finding]:

@@ -1,55 +1,68 @@
 """Tensors that a merge leaves out as copies of others of their model, such as a head that config.json ties to the embedding.
 
 A model may store both and have trained them apart. Samples tell: of models on this disk while the recipe is planned, of others
-when they can be read.
+when they can be read. Of the result of another recipe, samples are computed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from weightsmith._base.errors import MismatchError
+from weightsmith._base.errors import MismatchError, NonFinite, PlanError
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure.vocabulary import names_head
+from weightsmith._planning.planner.prepared import MAX_READS, Prepared
 
 _SAMPLED, _SAMPLED_ELSEWHERE, _SAMPLE_BYTES = 64, 4, 4096
 
+_Compared = dict[tuple[int, str, str], bool]
+"""What is known of pairs, by the id of their model. Results of recipes that use each other have models in common."""
 
-@dataclass(frozen=True, slots=True)
-class TakenForCopy:
-    """A tensor that is left out, or merged, as a copy of another one of its model.
 
-    label  of the model
-    other  the name of the other one
+def check_copies(prepared: Prepared) -> None:
+    """Compare what was taken for copies, in a plan and in those of its stages, once their models can be read.
+
+    Raises PlanError for tensors that are no copies, CheckpointError.
     """
+    plans = [*((stage.plan, stage.source.inputs) for stage in prepared.stages), (prepared.plan, prepared.inputs)]
+    taken = {(id(inputs[copy.model]), copy): (plan, inputs) for plan, inputs in plans for copy in plan.copies}
+    problems = [
+        problem
+        for (_, copy), (plan, inputs) in taken.items()
+        if (problem := copy_problem(inputs[copy.model], plan.models[copy.model].ref, copy.tensor, copy.other)) is not None
+    ]
+    if problems:
+        raise PlanError(problems, prepared.source)
 
-    checkpoint: Checkpoint
-    label: str
-    tensor: str
-    other: str
 
-    @property
-    def readable(self) -> bool:
-        """Whether its numbers can be read: no file must be downloaded first."""
-        return not self.checkpoint.missing
-
-    def problem(self) -> MismatchError | None:
-        """The error of a tensor that is no copy; None for one that seems to be. Raises CheckpointError."""
-        if not surely_differ(self.checkpoint, self.tensor, self.other):
-            return None
-        if names_head(self.tensor):
-            return trained_head(self.label, self.tensor, self.other)
-        what = f"its {self.tensor} differs from {self.other}, and the other models have one tensor for both"
-        fix = "merge models that all share an embedding between encoder and decoder, or none"
-        return MismatchError(what, where=self.label, fix=fix)
+def copy_problem(checkpoint: Checkpoint, label: str, tensor: str, other: str) -> MismatchError | None:
+    """The error of a tensor that is no copy of another of its model; None if it seems to be one. Raises CheckpointError."""
+    if not surely_differ(checkpoint, tensor, other):
+        return None
+    if names_head(tensor):
+        return trained_head(label, tensor, other)
+    what = f"its {tensor} differs from {other}, and the other models have one tensor for both"
+    fix = "merge models that all share an embedding between encoder and decoder, or none"
+    return MismatchError(what, where=label, fix=fix)
 
 
 def surely_differ(checkpoint: Checkpoint, one: str, other: str) -> bool:
     """Whether two tensors of a model differ in dtype or shape, or in samples, or one of them alone is changed by an adapter.
 
-    The result of another recipe differs in them if one of the models that it merges does. False if nothing is known: they are
-    not downloaded yet, or are decoded.
+    Results of other recipes that must be written first differ in them if they are made in two ways, or of tensors that differ.
+    False if nothing is known: they are not downloaded yet, or are decoded.
     """
+    return _differ(checkpoint, one, other, {})
+
+
+def _differ(checkpoint: Checkpoint, one: str, other: str, compared: _Compared) -> bool:
+    key = id(checkpoint), one, other
+    if key not in compared:
+        compared[key] = one != other and _surely_differ(checkpoint, one, other, compared)
+    return compared[key]
+
+
+def _surely_differ(checkpoint: Checkpoint, one: str, other: str, compared: _Compared) -> bool:
+    from weightsmith._engine.computed import computed_source
+
     first, second = checkpoint.specs[one], checkpoint.specs[other]
     if checkpoint.missing:
         return False
@@ -58,13 +71,16 @@ def surely_differ(checkpoint: Checkpoint, one: str, other: str) -> bool:
     stored = [checkpoint.location(name) is not None for name in (one, other)]
     if all(stored):
         return _samples_differ(checkpoint, one, other, _SAMPLED)
+    if (computed := computed_source(checkpoint)) is not None:
+        if max(computed.tiles_read(one), computed.tiles_read(other)) <= MAX_READS:
+            try:
+                return _samples_differ(checkpoint, one, other, _SAMPLED_ELSEWHERE)
+            except NonFinite:  # a run may allow them
+                pass
+        pairs = computed.counterparts(one, other)
+        return pairs is None or any(_differ(source, a, b, compared) for source, a, b in pairs)
     if any(stored):
         return True
-    from weightsmith._engine.computed import computed_source
-
-    if (computed := computed_source(checkpoint)) is not None:
-        pairs = computed.counterparts(one, other)
-        return any(surely_differ(source, a, b) for source, a, b in pairs if a != b)
     streamed = all(checkpoint.extents(name, 0, first.nbytes) for name in (one, other))
     return streamed and _samples_differ(checkpoint, one, other, _SAMPLED_ELSEWHERE)
 

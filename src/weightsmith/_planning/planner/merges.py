@@ -39,7 +39,7 @@ from weightsmith._planning.planner.agreement import (
     of_different_architectures,
     of_vocabularies,
 )
-from weightsmith._planning.planner.copies import TakenForCopy
+from weightsmith._planning.planner.copies import copy_problem
 from weightsmith._planning.planner.files import (
     GENERATION,
     NO_CONFIG,
@@ -69,7 +69,7 @@ from weightsmith._planning.planner.segments import Account, Placement, Placer, R
 from weightsmith._planning.planner.steps import DTypes, MeasuredSteps, factor_problems, with_needs, with_statistics
 from weightsmith._planning.planner.vocabulary import Aligned, VocabularyPlanner, lost_tokens
 from weightsmith._planning.recipe import ModelRef, Recipe
-from weightsmith._plans import PlanDraft, Product, Provenance, Settings, Step
+from weightsmith._plans import PlanDraft, Product, Provenance, Settings, Step, TakenForCopy
 from weightsmith._version import __version__
 
 Opening = Callable[
@@ -412,11 +412,11 @@ class _Assembler:
         self.warnings += metadata_findings(self.labels, [c.naming.metadata for c in self.inputs], self.opened.donor)
         draft = self._draft(method, aligned, [*products, *measured.products], config, resolver.settings)
         draft.naming = self._named(pipeline.naming(), measured.steps, draft.products)
-        draft.dropped = [*dropped, *pipeline.dropped()]
+        draft.dropped, draft.copies = [*dropped, *pipeline.dropped()], copies
         draft.steps, draft.tables = measured.steps, list(tables)
         named = [*code_files(draft), *aligned.named, *measured.files]
         loading = self._loading(draft, donor, outputs)
-        return Prepared(draft, self.inputs, self.shape, outputs.origins, resolver, named, copies=copies, loading=loading)
+        return Prepared(draft, self.inputs, self.shape, outputs.origins, resolver, named, loading=loading)
 
     def _named(self, naming: Naming, steps: Sequence[Step], products: Sequence[Product]) -> Naming:
         """With the names of the models that are read in the metadata of image models, in place of the donor's list."""
@@ -451,9 +451,11 @@ class _Assembler:
 
     def _copies(self, outputs: StepMaker) -> list[TakenForCopy]:
         """What is left out as a copy and cannot be read yet. The others are compared: those that are no copies are problems."""
-        taken = [TakenForCopy(self.inputs[model], self.labels[model], *names) for model, *names in outputs.copies]
-        self.problems += [problem for copy in taken if copy.readable and (problem := copy.problem()) is not None]
-        return [copy for copy in taken if not copy.readable]
+        readable = [not checkpoint.missing for checkpoint in self.inputs]
+        for model, tensor, other in outputs.copies:
+            if readable[model] and (problem := copy_problem(self.inputs[model], self.labels[model], tensor, other)) is not None:
+                self.problems.append(problem)
+        return [TakenForCopy(*copy) for copy in outputs.copies if not readable[copy[0]]]
 
     def _add_files(self, aligned: Aligned, pipeline: Pipeline, steps: Sequence[Step]) -> None:
         """Add the files of the parts of a pipeline; they replace the donor's."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from weightsmith._base.errors import PlanError, UnknownName, WeightsmithError, nearest
+from weightsmith._base.errors import UnknownName, WeightsmithError, nearest
 from weightsmith._base.files import expand_user, read_bounded
 from weightsmith._base.idioms import Closing
 from weightsmith._files.copied import MAX_COPIED_BYTES
@@ -29,7 +29,6 @@ from weightsmith._plans import ModelInput, Plan, PlanDraft
 
 if TYPE_CHECKING:
     from weightsmith._engine.computed import ComputedSource
-    from weightsmith._planning.planner.copies import TakenForCopy
 
 MAX_READS = 64
 """Tiles that are read for one tile of a result that is computed on the way. Each use of it reads them again."""
@@ -70,7 +69,6 @@ class Prepared(Closing):
     structure  of the donor
     named      other files that the recipe or the settings name: code of a merge method, prompts, saliency, a measurement
     stages     the other recipes whose results it reads, each after those whose results it reads itself
-    copies     what is left out as a copy and must be compared when it can be read: see `check_copies`
     loading    what transformers is to be asked of the output before it is published; None: nothing
     request    what it was made from, to plan it again when a stage is written; None for a plan that was made before
     source     name and text of the recipe, ("", "") if it has no lines
@@ -83,7 +81,6 @@ class Prepared(Closing):
     resolver: Resolver | None = None
     named: list[Path] = field(default_factory=list)
     stages: list[Stage] = field(default_factory=list)
-    copies: list[TakenForCopy] = field(default_factory=list)
     loading: Question | None = None
     request: PlanRequest | None = None
     source: tuple[str, str] = ("", "")
@@ -122,12 +119,6 @@ class Prepared(Closing):
             with Check(self.loading, self.source) as check:
                 self.draft.warnings += check.wait()
             self.loading = None
-
-    def check_copies(self) -> None:
-        """Compare `copies`, which can be read now. Raises PlanError for those that are none, CheckpointError."""
-        problems = [problem for copy in self.copies if (problem := copy.problem()) is not None]
-        if problems:
-            raise PlanError(problems, self.source)
 
     def finish(self, *, check: bool = False) -> Self:
         """Make the plan of the draft. The models are closed if it is invalid.

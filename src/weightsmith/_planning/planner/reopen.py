@@ -101,7 +101,7 @@ def reopen(plan: Plan, *, allow_code: bool = False) -> Prepared:
                 problems += opened
         if problems:
             raise PlanError(problems)
-        problems = _check_carried(plan, inputs[plan.donor]) or _check_steps(plan, inputs)
+        problems = [*_check_carried(plan, inputs[plan.donor]), *_check_copies(plan, inputs)] or _check_steps(plan, inputs)
         if problems:
             raise PlanError(problems[:20])
         structure = analyse(list(inputs[plan.donor].specs.values()), inputs[plan.donor].config)
@@ -233,6 +233,14 @@ def _check_carried(plan: Plan, donor: Checkpoint) -> list[WeightsmithError]:
     wrong += [name for name in plan.files if not is_read(name) and name not in parts]
     what = "the plan carries a file that the model does not have, or that no loader reads"
     return [FormatError(f"{what}: {show(name)}", where=donor.ref, fix="make the plan again") for name in wrong]
+
+
+def _check_copies(plan: Plan, inputs: list[Checkpoint]) -> list[WeightsmithError]:
+    """Tensors that a run is to compare and their model does not have."""
+    named = ((inputs[copy.model], name) for copy in plan.copies for name in (copy.tensor, copy.other))
+    absent = [(model, name) for model, name in named if name not in model.specs]
+    what = "not a plan that can be run: it compares a tensor that the model does not have"
+    return [FormatError(f"{what}: {show(name)}", where=model.ref, fix=_MAKE) for model, name in absent]
 
 
 def _check_steps(plan: Plan, inputs: list[Checkpoint]) -> list[WeightsmithError]:
