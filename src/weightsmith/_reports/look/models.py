@@ -284,7 +284,7 @@ def _compare_tokenizers(a: Vocabulary | None, b: Vocabulary | None) -> Tokenizer
     if a is None and b is None:
         return None
     mine, theirs = (a.ids if a is not None else {}), (b.ids if b is not None else {})
-    if a is not None and b is not None and a.digest == b.digest:
+    if a is not None and a is b:  # equal files are read once
         return TokenizerDifference((len(mine), len(theirs)), 0, (), ())
     return TokenizerDifference(
         (len(mine), len(theirs)),
