@@ -191,6 +191,12 @@ def test_t5_puts_its_sentinels_after_the_pieces_the_first_one_last(tmp_path: Pat
     assert dict(vocabulary.ids) == transformers.AutoTokenizer.from_pretrained(tmp_path).get_vocab()
 
 
+def test_a_small_file_cannot_ask_for_millions_of_sentinels(tmp_path: Path) -> None:
+    settings_file = json.dumps({"tokenizer_class": "T5Tokenizer", "extra_ids": 4_000_000}).encode()
+    with pytest.raises(FormatError, match=r"tokenizer_config\.json has extra_ids 4,000,000, and at most 100,000 are supported"):
+        read(tmp_path, **{"spiece.model": piece("a") + b"\x12\x02\x18\x01", "tokenizer_config.json": settings_file})
+
+
 def test_no_rows_are_expected_for_tokens_that_a_class_alone_implies(tmp_path: Path) -> None:
     for settings in ({}, {"eos_token": "<s>"}, {"bos_token": "<x>"}):
         vocabulary = read(tmp_path, **files(trained(), tokenizer_class="Qwen2Tokenizer", **settings))

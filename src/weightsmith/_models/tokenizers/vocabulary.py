@@ -224,6 +224,8 @@ MAX_FILE_BYTES = 128 << 20
 _MAX_JSON_MEMORY = 1 << 30  # estimated: 0.6 GB for Gemma 3's 33 MB, which take 0.25 GB
 MAX_ID = 1 << 22
 """More than twice the ids of the largest published vocabulary, of a million tokens."""
+MAX_SENTINELS = 100_000
+"""A number in a small file: each sentinel takes a few hundred bytes of memory. T5 has 100."""
 _SETTINGS, _ROLES_FILE = "tokenizer_config.json", "special_tokens_map.json"
 _DECODER = "added_tokens_decoder"
 _NAMES_TOKENS = re.compile(r"(?!add_)\w+_tokens?$|(added_tokens_decoder|extra_ids|tokenizer_class|auto_map)$")
@@ -419,7 +421,7 @@ def _added_beside(plain: Vocabulary, name: str, data: Mapping[str, bytes], label
             added[token] = {"id": i, "content": token, "special": True}
 
     if numbered and name.endswith(".model") and _class_of(settings) == "T5Tokenizer":
-        number([token for token in _sentinels(settings) if token not in plain.ids])
+        number([token for token in _sentinels(settings, label) if token not in plain.ids])
     for content, entry in _listed(settings, data, label).items():
         # As transformers does: a piece of tokenizer.json that these files list under its id is an added token.
         taken = name == "tokenizer.json" and plain.ids.get(content, entry["id"]) != entry["id"]
@@ -517,16 +519,20 @@ def _class_of(settings: Mapping[str, Any]) -> str:
     return str(settings.get("tokenizer_class") or "").removesuffix("Fast")
 
 
-def _sentinels(settings: Mapping[str, Any]) -> list[str]:
+def _sentinels(settings: Mapping[str, Any], label: str) -> list[str]:
     """The tokens that T5's class puts after the pieces of a SentencePiece model, in the order of their ids.
 
-    The first sentinel has the last id, in whatever order a file lists them.
+    The first sentinel has the last id, in whatever order a file lists them. Raises FormatError if there are too many.
 
-    >>> _sentinels({"extra_ids": 2})
+    >>> _sentinels({"extra_ids": 2}, "model")
     ['<extra_id_1>', '<extra_id_0>']
     """
     count = settings.get("extra_ids", 100)
-    return [f"<extra_id_{i}>" for i in reversed(range(count))] if _is_id(count) else []
+    if not _is_id(count):
+        return []
+    if count > MAX_SENTINELS:
+        raise _wrong(label, _SETTINGS, f"has extra_ids {count:,}, and at most {MAX_SENTINELS:,} are supported")
+    return [f"<extra_id_{i}>" for i in reversed(range(count))]
 
 
 def _unlisted(settings: Mapping[str, Any], data: Mapping[str, bytes], label: str, ids: Collection[str]) -> Iterator[str]:
