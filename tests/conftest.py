@@ -117,8 +117,8 @@ settings.register_profile(
     max_examples=20 if numba.core.config.DISABLE_JIT else 100,
     suppress_health_check=[HealthCheck.too_slow],
 )
-# Hypothesis also draws numbers and strings that stand in the modules imported so far, and has no setting for that. Which these
-# are depends on the tests before, and each worker would parse 600 modules to learn them.
+# Hypothesis also draws constants from the modules imported so far, so examples would depend on which tests ran before. Each
+# worker would also parse 600 modules for them. There is no setting to turn this off.
 providers.is_local_module_file = lambda _path: False
 settings.register_profile("search", settings.get_profile("weightsmith"), derandomize=False)
 settings.load_profile("weightsmith")

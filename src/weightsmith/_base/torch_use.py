@@ -23,7 +23,7 @@ CPU_BUILD_BYTES = 250 << 20
 """Memory of torch's CPU build, imported and at work."""
 
 GPU_BUILD_BYTES = 400 << 20
-"""What a build for a GPU takes in addition. Its libraries are loaded where there is no GPU, too. Measured with CUDA 13."""
+"""How much more a GPU build takes, measured with CUDA 13. Its libraries are loaded even without a GPU."""
 
 _loading = threading.Lock()
 _loaded: set[str] = set()

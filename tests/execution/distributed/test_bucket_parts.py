@@ -576,7 +576,7 @@ def test_a_part_that_begins_while_the_last_run_does_gives_up(
     assert records(memory) == {"1-of-2", bucket_parts.LAST}
 
 
-@pytest.mark.parametrize("of_a_run", [True, False], ids=["published since", "of nobody"])
+@pytest.mark.parametrize("of_a_run", [True, False], ids=["after a published run", "without a run"])
 def test_a_record_without_a_claim_is_removed_by_clean_and_blocks_nothing(
     here: Path, memory: MemoryBucket, monkeypatch: pytest.MonkeyPatch, elsewhere: Callable[[str], None], of_a_run: bool
 ) -> None:

@@ -11,6 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from weightsmith._base.tensors import TensorSpec
 from weightsmith.abc.product import Floats
 
@@ -62,6 +65,18 @@ class Features:
     bias: str
     readers: tuple[str, ...]
     heads: tuple[int, int] = (1, 1)
+
+
+def spread(values: npt.NDArray[Any], heads: tuple[int, int]) -> npt.NDArray[Any]:
+    """Values of features as those of the inputs of their readers.
+
+    heads  as in `Features`
+
+    >>> spread(np.arange(4), (2, 2)).tolist()
+    [0, 1, 0, 1, 2, 3, 2, 3]
+    """
+    count, width = heads
+    return values if count == 1 else np.repeat(values.reshape(-1, 1, width), count, 1).reshape(-1)
 
 
 class WeightSource(Protocol):

@@ -17,12 +17,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from weightsmith._activations.decoder import Features, Maker
+from weightsmith._activations.decoder import Features, Maker, spread
 from weightsmith._activations.decoder.unfused import Experts
 
 
@@ -111,29 +112,19 @@ def _heads(numbers: Tensor, width: int) -> tuple[int, int] | None:
         return None
     again = (numbers == 0).nonzero().flatten()
     heads = len(numbers) // width, int(again[1]) if len(again) > 1 else 1
-    return heads if width % heads[1] == 0 and torch.equal(numbers, spread(torch.arange(width), heads)) else None
-
-
-def spread(values: Tensor, heads: tuple[int, int]) -> Tensor:
-    """Values of features as those of the inputs of their readers.
-
-    >>> spread(torch.arange(4), (2, 2)).tolist()
-    [0, 1, 0, 1, 2, 3, 2, 3]
-    """
-    count, width = heads
-    return values if count == 1 else values.view(-1, 1, width).expand(-1, count, width).reshape(-1)
+    return heads if width % heads[1] == 0 and np.array_equal(numbers.numpy(), spread(np.arange(width), heads)) else None
 
 
 def _norm(name: str, module: nn.Module, names: Mapping[str, str]) -> _Made | None:
     """The features of a norm; None for a module that is none, or that computes something else with its weight."""
-    own = dict(module.named_parameters(recurse=False))
-    weight = own.get("weight")
-    if weight is None or weight.dim() != 1 or own.keys() - {"weight", "bias"} or len(list(module.modules())) > 1:
+    parameters = dict(module.named_parameters(recurse=False))
+    weight = parameters.get("weight")
+    if weight is None or weight.dim() != 1 or parameters.keys() - {"weight", "bias"} or len(list(module.modules())) > 1:
         return None
     prefix = f"{name}." if name else ""
     if (maker := _maker(module, len(weight))) is None:
         return None
-    return _Made(maker, names[f"{prefix}weight"], names[f"{prefix}bias"] if "bias" in own else "", len(weight))
+    return _Made(maker, names[f"{prefix}weight"], names[f"{prefix}bias"] if "bias" in parameters else "", len(weight))
 
 
 def _maker(module: nn.Module, width: int) -> Maker | None:
@@ -162,7 +153,7 @@ def _maker(module: nn.Module, width: int) -> Maker | None:
 
 
 _Marked = tuple[Tensor, _Made, Tensor]
-"""A tensor, whose features it has, and their numbers: int64, of the same shape."""
+"""A tensor, the maker of its features, and the number of the feature at each of its places: int64, of the same shape."""
 
 _MOVES = frozenset(
     """view reshape transpose permute contiguous flatten unflatten unsqueeze squeeze expand expand_as repeat repeat_interleave
@@ -179,7 +170,7 @@ _SHAPES = frozenset("zeros_like ones_like empty_like full_like new_zeros new_one
 _PRODUCTS = frozenset("mul __mul__ __rmul__ multiply".split())
 
 _VALUES = {"scaled_dot_product_attention": 2, "matmul": 1, "__matmul__": 1}
-"""Functions that weight the rows of one of their arguments, its place."""
+"""Functions that compute weighted sums of the rows of one argument, and the position of that argument."""
 
 
 class _Tracer(TorchFunctionMode):  # type: ignore[misc,unused-ignore]  # torch has no types for it
@@ -199,7 +190,7 @@ class _Tracer(TorchFunctionMode):  # type: ignore[misc,unused-ignore]  # torch h
 
     @property
     def made(self) -> list[_Made]:
-        """The features of all norms and linear layers, but for those of weights that are used in another way, too."""
+        """The features of all norms and linear layers, except those whose weights are also used in another way."""
         for weight, entering in self._entering.items():
             if weight in self._exposed or any(one is not entering[0] for one in entering):
                 for one in entering:
@@ -250,7 +241,10 @@ class _Tracer(TorchFunctionMode):  # type: ignore[misc,unused-ignore]  # torch h
         return result
 
     def _values_alone(self, name: str, args: Any, marked: list[Tensor]) -> list[Tensor]:
-        """Of what enters an attention, its values: queries and keys that no rotation has changed are lost."""
+        """Keep only the values among the marked inputs of an attention.
+
+        Without rotary embeddings, queries and keys arrive marked as well. Attention reads their numbers, so these are lost.
+        """
         place = _VALUES.get(name, -1)
         if not 0 <= place < len(args) or id(args[place]) not in self._marks:
             return marked

@@ -209,10 +209,10 @@ class Decoder:
             for name, parameter in list(layer.named_parameters()):
                 if not parameter.is_meta:
                     _register(layer, name, parameter.to("meta"))
-            own = {id(parameter) for parameter in layer.parameters()}
+            of_layer = {id(parameter) for parameter in layer.parameters()}
             whole = [id(parameter) for _, parameter in self._whole.named_parameters(remove_duplicate=False)]
-            if any(count > 1 for parameter, count in Counter(whole).items() if parameter in own):
-                return []  # another layer has them, too
+            if any(count > 1 for parameter, count in Counter(whole).items() if parameter in of_layer):
+                return []  # another layer uses them as well
             with torch.no_grad():
                 hidden = torch.zeros(1, 3, self._base.hidden)
                 call = record(self._body, self._layers, inputs_embeds=hidden)[1][i]

@@ -49,7 +49,7 @@ METHOD = "awq"
 BITS = 4
 _PARTS = (".qweight", ".qzeros", ".scales")
 _SHARES = tuple(np.float32(share) for share in (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55))
-"""Of a range, that are tried."""
+"""Shares of a range that are tried."""
 _ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7], np.uint32)
 """The nibble that holds output i of 8."""
 

@@ -1,7 +1,7 @@
 """Tensors that a merge leaves out as copies of others of their model, such as a head that config.json ties to the embedding.
 
 A model may store both and have trained them apart. Samples tell: of models on this disk while the recipe is planned, of others
-when they can be read. Of the result of another recipe, samples are computed.
+when they can be read. For the result of another recipe, samples are computed.
 """
 
 from __future__ import annotations

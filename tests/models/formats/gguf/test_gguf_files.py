@@ -343,9 +343,9 @@ def test_layers_of_nemotron_h_under_published_names(
     rest = {name: value for name, value in config.items() if name not in names} | {"attention_head_dim": config["head_dim"]}
     (source / "config.json").write_text(json.dumps(rest | stated))
     keys.append(read_gguf_header(quantize(source, tmp_path / "again", "q8_0")).keys)
-    own = [{name: str(value) for name, value in file.items() if name.startswith("nemotron_h.")} for file in keys]
-    assert own[0] == own[1]
-    assert own[0]["nemotron_h.feed_forward_length"] == "[ 0 48  0 48]"
+    of_family = [{name: str(value) for name, value in file.items() if name.startswith("nemotron_h.")} for file in keys]
+    assert of_family[0] == of_family[1]
+    assert of_family[0]["nemotron_h.feed_forward_length"] == "[ 0 48  0 48]"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from weightsmith._activations.decoder import Features
+from weightsmith._activations.decoder import Features, spread
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.formats import find_encoding
 from weightsmith._models.structure.projections import by_site
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 STEPS = 20
 """alpha is a multiple of 1 / STEPS, from 0."""
 SAMPLED = 256
-"""Output features of a weight that the loss is computed of."""
+"""The loss is computed on at most so many output features of a weight."""
 ALL_SAMPLED = 2048
-"""The same, of all readers together, if there are many."""
+"""The same limit for all readers together."""
 LEAST = 1e-4
-"""Of the largest r, that others count as at least."""
+"""Smaller values of r are raised to this share of the largest."""
 
 
 # ---- which features are scaled
@@ -147,16 +147,6 @@ def _sampled(weight: Floats, limit: int) -> Floats:
     """Up to `limit` rows, a multiple of 8 as the weight's are."""
     rows = np.arange(limit) * len(weight) // limit if len(weight) > limit else np.arange(len(weight))
     return np.ascontiguousarray(weight[rows])
-
-
-def spread(values: Floats, heads: tuple[int, int]) -> Floats:
-    """Values of features as those of the inputs of their readers.
-
-    >>> spread(np.arange(4, dtype=np.float32), (2, 2)).tolist()
-    [0.0, 1.0, 0.0, 1.0, 2.0, 3.0, 2.0, 3.0]
-    """
-    count, width = heads
-    return values if count == 1 else np.repeat(values.reshape(-1, 1, width), count, 1).reshape(-1)
 
 
 # ---- what is stored
