@@ -47,7 +47,7 @@ from weightsmith._models.structure.vocabulary import (
     tie_flag,
     untie,
 )
-from weightsmith._models.tokenizers.vocabulary import read_vocabulary
+from weightsmith._models.tokenizers.vocabulary import Vocabulary, read_vocabulary
 from weightsmith.abc.adapter import AdapterModule
 
 _SHOWN = 8  # problems that a message lists
@@ -132,7 +132,8 @@ def _has_other_tokens(base: Checkpoint, adapter: Checkpoint) -> bool:
     """Whether the tokenizer that lies beside an adapter has other tokens than the base's. False if one cannot be read."""
     base.fetch([name for name in base.files if is_tokenizer(name)])
     with contextlib.suppress(FormatError):
-        ours, theirs = (read_vocabulary(model.ref, model.folder, model.files) for model in (base, adapter))
+        seen: dict[str, Vocabulary] = {}  # equal files are parsed once
+        ours, theirs = (read_vocabulary(model.ref, model.folder, model.files, seen) for model in (base, adapter))
         return ours is not None and theirs is not None and ours.ids != theirs.ids
     return False
 
