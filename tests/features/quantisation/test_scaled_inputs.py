@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import shutil
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +30,7 @@ from tests.calibration_help import (
     save_model,
     settings,
 )
+from tests.fork_help import Forked
 from weightsmith._activations.decoder import Base, spread
 from weightsmith._activations.decoder.channels import scalable
 from weightsmith._activations.decoder.forward import Decoder, Layer, build
@@ -229,6 +234,37 @@ def test_the_bytes_depend_on_nothing_but_the_work(uneven: Path, tmp_path: Path, 
             output = captured(prepared, prepared.plan.products, memory)
             runs.append({name: [array.tobytes() for array in arrays] for name, arrays in output.arrays.items()})
         assert runs[0] == runs[1]
+
+
+@pytest.mark.process
+@pytest.mark.cpu
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [4, pytest.param(60, marks=pytest.mark.sweep)])
+def test_killed_at_random_moments_it_gives_the_same_bytes(kills: int, uneven: Path, tmp_path: Path) -> None:
+    """Each run goes on with what the last one left, and is killed in its turn."""
+
+    def start(name: str) -> Forked:
+        return Forked(lambda: quantise(uneven, tmp_path / name, options_of(tmp_path), name="awq-4bit"))
+
+    began, moments, codes = time.monotonic(), random.Random(kills), list[int]()
+    ran = start("whole").wait()
+    assert ran.code == 0, ran.err
+    seconds, whole = time.monotonic() - began, (tmp_path / "whole" / "model.safetensors").read_bytes()
+    out = tmp_path / "out" / "model.safetensors"
+    for _ in range(kills):
+        run = start("out")
+        time.sleep(moments.uniform(0, seconds))
+        run.kill()
+        ran = run.wait()
+        assert ran.code in (0, -signal.SIGKILL), ran.err
+        codes.append(ran.code)
+        if out.exists():  # it was too late; the next one begins again
+            assert out.read_bytes() == whole
+            shutil.rmtree(out.parent)
+    ran = start("out").wait()
+    assert ran.code == 0, ran.err
+    assert out.read_bytes() == whole
+    assert -signal.SIGKILL in codes
 
 
 def test_the_plan_counts_weights_without_scales_and_tensors_that_change(tmp_path: Path) -> None:
