@@ -290,6 +290,7 @@ class _Packed(MatrixEncoding):
     """Packed codes, which may be chosen for the inputs of a weight. Without a group, a row has one scale."""
 
     hessian: ClassVar[HessianForm] = "sorted"
+    scaled: ClassVar[bool] = True
     looked_up: ClassVar[bool] = True
 
     def refusal(self, spec: TensorSpec) -> str:
