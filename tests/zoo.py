@@ -237,6 +237,7 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     ),
     "gpt-oss": ("GptOssForCausalLM", "GptOssConfig", {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "apertus": ("ApertusForCausalLM", "ApertusConfig", SIZES),
     "mamba": (
         "MambaForCausalLM",
         "MambaConfig",
