@@ -49,6 +49,7 @@ from weightsmith._models.formats.gguf.layout import Value
 if TYPE_CHECKING:
     from weightsmith._models.formats.gguf.base.vision import VisionHalf
     from weightsmith._models.formats.gguf.cuts import HeadOrder
+    from weightsmith._models.formats.gguf.writing import Multiplied
 
 LAYER_NORM = ("attention.layer_norm_epsilon", "layer_norm_eps")
 """`GgufArchitecture.eps` of models with layer norms."""
@@ -160,6 +161,7 @@ class GgufArchitecture:
     layer         modules of a layer: llama.cpp's name → the Hub's, with `{}` for the number of an expert
     bare          tensors of a layer whose names are not a module's with `.weight` or `.bias`: llama.cpp's name → the Hub's
     splits        tensors of a layer that llama.cpp stores in parts
+    multipliers   settings by which llama.cpp has weights multiplied: its name of a module → the Hub's, one after the other
     in_keys       tensors of a layer with one number: the whole name of the key with those of all layers → the Hub's tensor
     ends          modules outside of the layers: llama.cpp's name → the Hub's
     shapes        of weights of a layer that llama.cpp loads, by its names
@@ -197,6 +199,7 @@ class GgufArchitecture:
     layer: ClassVar[Mapping[str, str]] = LLAMA_LAYER
     bare: ClassVar[Mapping[str, str]] = {}
     splits: ClassVar[tuple[SplitTensor, ...]] = ()
+    multipliers: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     in_keys: ClassVar[Mapping[str, KeyTensor]] = {}
     ends: ClassVar[Mapping[str, str]] = ENDS
     shapes: ClassVar[Mapping[str, TensorShape]] = LAYER_SHAPES
@@ -734,6 +737,12 @@ class GgufArchitecture:
     def rotated_heads(self, name: str, heads: int, kv_heads: int) -> int:
         """The number of heads whose rows are reordered in a tensor of a GGUF file; 0 if none are."""
         return {"attn_q": heads, "attn_k": kv_heads}.get(name.split(".")[-2], 0) if self.rotated else 0
+
+    def times(self, name: str, config: GgufConfig) -> tuple[Multiplied, ...]:
+        """By what rows of a tensor of a GGUF file are multiplied, one after the other. They are read as they are stored."""
+        settings = self.multipliers.get(name.removesuffix(".weight").rpartition(".")[2], ())
+        numbers = [config.number(setting, 1.0) for setting in settings]
+        return tuple(((0, number),) for number in numbers if number != 1)
 
     def rows_skipped(self, name: str, config: GgufConfig) -> int:
         """The number of rows at the start of a tensor that the GGUF file does not have."""
