@@ -236,7 +236,14 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     ),
+    "afmoe": (
+        "AfmoeForCausalLM",
+        "AfmoeConfig",
+        {**MOE, "num_hidden_layers": 5, "num_dense_layers": 1, "num_shared_experts": 2, "route_scale": 2.5}
+        | {"sliding_window": 8, "mup_enabled": True},
+    ),
     "gpt-oss": ("GptOssForCausalLM", "GptOssConfig", {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "apertus": ("ApertusForCausalLM", "ApertusConfig", SIZES),
     "mamba": (
         "MambaForCausalLM",
         "MambaConfig",

@@ -18,6 +18,7 @@ import weightsmith
 from tests.activations.test_statistics import Whole
 from tests.calibration_help import CONFIGS, TEXT, TINY, changed, save_model
 from tests.plan_help import prepare
+from weightsmith._engine import product_graph
 from weightsmith._engine.product_graph import most_bytes
 from weightsmith._execution.execute import execute
 from weightsmith._execution.options import RunOptions
@@ -25,7 +26,7 @@ from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._outputs.staging import Staging
 from weightsmith._plans import Product
 from weightsmith.abc.output import Finished
-from weightsmith.abc.product import Arrays
+from weightsmith.abc.product import Arrays, ProductKind
 
 Weights = dict[str, torch.Tensor]
 ROWS, TOKENS = 6, 16
@@ -331,6 +332,34 @@ def test_statistics_are_released_layer_by_layer(
     assert first | again == set(sizes)
     one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two"))
     assert one == two
+
+
+@pytest.mark.slow
+def test_no_model_is_layers_ahead_where_products_are_begun_slowly(
+    deep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk would hold the statistics of two layers. The main thread begins products; here it is slower than they are."""
+    keep, find, kept, order = Staging.keep, product_graph.find_kind, threading.Event(), list[str]()
+
+    def watch(staging: Staging, product: Product, arrays: Arrays) -> Arrays:
+        if product.op == "statistic":
+            order.append(product.name)
+        kept.set()
+        return keep(staging, product, arrays)
+
+    def slow(op: str) -> ProductKind:
+        computes = any(thread.name == "weightsmith-product" for thread in threading.enumerate())
+        if computes and threading.current_thread() is threading.main_thread():
+            kept.wait(10)
+            time.sleep(0.5)
+        return find(op)
+
+    monkeypatch.setattr(Staging, "keep", watch)
+    monkeypatch.setattr(product_graph, "find_kind", slow)
+    weightsmith.merge(recipe(deep, "regmean"), tmp_path / "out", threads=2, card=False, progress=False)
+    layers = [int(name.rpartition(" ")[2]) for name in order]
+    assert layers == sorted(layers)
+    assert len(layers) == 10
 
 
 @pytest.mark.slow

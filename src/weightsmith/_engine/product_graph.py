@@ -123,10 +123,11 @@ class ProductGraph:
             begun = [p for p in self._unbegun.values() if not any(name in self.unmade for name in p.needs)]
             for product in begun:
                 del self._unbegun[product.name]
+        computed = [product for product in begun if find_kind(product.op).reduce is None]
+        self._computing.add(computed, self._scheduler.fail)
         for product in begun:
             kind = find_kind(product.op)
             if kind.reduce is None:
-                self._computing.add(product, self._scheduler.fail)
                 continue
             reduction = ReductionPass(product, self._reduction or kind.reduce(product), partial(self._tiles, product))
             if reduction.empty:
@@ -251,11 +252,15 @@ class Computing:
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def add(self, product: Product, on_error: Callable[[BaseException], None]) -> None:
-        """Compute this one too. on_error: called with what a computation raises; no other follows it."""
+    def add(self, products: Sequence[Product], on_error: Callable[[BaseException], None]) -> None:
+        """Compute these too. on_error: called with what a computation raises; no other follows it.
+
+        The queue gets all of them at once, so that the first cannot be finished before the last is in it. Otherwise the
+        statistics of one model could be a layer ahead of another's, and the disk would hold those of two layers.
+        """
         with self._condition:
-            self._queue.append(product)
-            if self._thread is None:
+            self._queue += products
+            if products and self._thread is None:
                 self._thread = threading.Thread(target=self._work, args=(on_error,), name="weightsmith-product", daemon=True)
                 self._thread.start()
             self._condition.notify_all()
