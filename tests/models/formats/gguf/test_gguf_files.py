@@ -892,6 +892,7 @@ def test_minimax_is_read_with_the_settings_of_released_models(tmp_path: Path, to
     assert {name: config[name] for name in expected} == expected
 
 
+@pytest.mark.matrix("ties-*")
 @pytest.mark.parametrize("name", IN_PARTS)
 @pytest.mark.parametrize("kind", ["ties", "passthrough"])
 def test_a_merge_of_what_is_stored_in_parts_is_the_merge_then_quantised(
