@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -25,14 +26,16 @@ from tests.calibration_help import (
     save_model,
     settings,
 )
-from weightsmith._activations.decoder import Base
+from weightsmith._activations.decoder import Base, spread
 from weightsmith._activations.decoder.channels import scalable
-from weightsmith._activations.decoder.forward import Decoder, build
+from weightsmith._activations.decoder.forward import Decoder, Layer, build
+from weightsmith._activations.running import LayerRows
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.products import find_kind
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.summary import summarise
 from weightsmith._features.quantisation.calibration.scaling import (
+    Entering,
     Scaling,
     chosen_features,
     scaled_weights,
@@ -69,6 +72,20 @@ OTHERS: dict[str, Any] = {
     "qwen2 moe": lambda: transformers.Qwen2MoeConfig(
         **TINY, num_experts=4, moe_intermediate_size=32, shared_expert_intermediate_size=32, num_experts_per_tok=2
     ),
+    "kimi linear": lambda: transformers.KimiLinearConfig(
+        **{**TINY, "num_key_value_heads": 4},
+        kv_lora_rank=32,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        linear_head_dim=16,
+        linear_num_heads=4,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        layer_types=["linear_attention", "full_attention"],
+        mlp_layer_types=["dense", "sparse"],
+    ),
 }
 UNSCALED = {
     "phi3": {"self_attn.o_proj", "mlp.down_proj"},
@@ -78,8 +95,10 @@ UNSCALED = {
     "olmo2": {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"},
     "glm4": {"mlp.down_proj"},
     "deepseek v3": {"self_attn.o_proj"},
+    "kimi linear": {"self_attn.o_proj"},
 }
-"""Weights whose input features cannot be scaled: behind an activation function, a fused matrix or the residual stream."""
+"""Weights whose input features cannot be scaled: behind an activation function, a fused matrix or the residual stream, or a
+norm with a gate of its own."""
 
 
 class Model:
@@ -141,6 +160,7 @@ class Model:
         return {name.removeprefix(f"model.layers.{layer}.") for name in weights.keys() - scaled_weights(features)}
 
 
+@pytest.mark.matrix("llama", "gemma3", "phi3", "cohere", "qwen3 moe", "deepseek v3")
 @pytest.mark.parametrize("name", [*CONFIGS, *OTHERS])
 def test_scaled_features_leave_the_logits_as_they_are(name: str) -> None:
     model = Model(name)
@@ -302,6 +322,43 @@ def test_features_that_are_changed_in_place_or_written_elsewhere_are_not_scaled(
     layer = Changed(how).to("meta")
     names = {name: name for name, _ in layer.named_parameters()}
     assert {made.weight for made in scalable(layer, names, ((), {}), 8)} == scaled
+
+
+class Heads(torch.nn.Module):
+    """A norm for each head, whose features a gate multiplies before they are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value, self.gate, self.out = (torch.nn.Linear(8, 8, bias=False) for _ in range(3))
+        self.o_norm = torch.nn.RMSNorm(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.o_norm(self.value(x).unflatten(-1, (2, 4)))
+        return x + self.out(heads.flatten(-2) * self.gate(x).sigmoid())
+
+
+def test_a_norm_of_each_head_is_scaled_for_what_enters_its_readers() -> None:
+    names = {name: name for name, _ in Heads().named_parameters()}
+    (made,) = scalable(Heads().to("meta"), names, ((), {}), 8)
+    assert (made.weight, made.readers, made.heads) == ("o_norm.weight", ("out.weight",), (2, 4))
+    torch.manual_seed(0)
+    module, seen = Heads(), list[torch.Tensor]()
+    module.out.register_forward_pre_hook(lambda _module, args: seen.append(args[0]))
+    linears = {f"{name}.weight": linear for name, linear in module.named_children() if name != "o_norm"}
+    layer = Layer(module, linears, dict(module.named_parameters()), (), {})
+    states = np.random.default_rng(0).standard_normal((1, 5, 8), np.float32)
+    rows = cast(LayerRows, SimpleNamespace(layer=layer, check_finite=lambda x, what, row: None))
+    hidden = torch.from_numpy(states[0])
+    plain = layer(hidden)
+    entering = Entering(rows, [made])
+    assert torch.equal(entering.of((0, hidden))[made.weight][0], seen[-1][0])
+    entering.close()
+    scales = np.float32([2, 0.5, 3, 1])
+    columns = torch.from_numpy(spread(scales, made.heads))
+    with torch.no_grad():
+        module.o_norm.weight /= torch.from_numpy(scales)
+        module.out.weight *= columns
+    torch.testing.assert_close(layer(hidden), plain)
 
 
 def test_a_plan_with_other_features_is_refused(uneven: Path, tmp_path: Path) -> None:

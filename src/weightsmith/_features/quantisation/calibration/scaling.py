@@ -287,13 +287,18 @@ class Entering:
     """What enters the readers of features while rows run through a layer. Any number of threads."""
 
     def __init__(self, rows: LayerRows, features: Collection[Features]) -> None:
+        from torch.nn import Linear
+
         self._rows = rows
         self._noted = threading.local()
         modules = {id(p): module for module in rows.layer.module.modules() for p in module.parameters(recurse=False)}
         self._hooks = []
         for made in features:
-            if made.maker == "linear":
-                reader = modules[id(rows.layer.weights[made.readers[0]])]
+            readers = {name: modules[id(rows.layer.weights[name])] for name in made.readers}
+            # All tokens enter these, and with what the features were multiplied by on the way, such as a gate.
+            plain = [m for name, m in readers.items() if "experts" not in name.split(".") and isinstance(m, Linear)]
+            if plain or made.maker == "linear":
+                reader = [*plain, *readers.values()][0]
                 self._hooks.append(
                     reader.register_forward_pre_hook(lambda _m, args, name=made.weight: self._note(name, args[0]))
                 )
