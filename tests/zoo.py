@@ -252,6 +252,12 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**MOE, "num_hidden_layers": 5, "num_dense_layers": 1, "num_shared_experts": 2, "route_scale": 2.5}
         | {"sliding_window": 8, "mup_enabled": True},
     ),
+    "exaone-moe": (
+        "ExaoneMoeForCausalLM",
+        "ExaoneMoeConfig",
+        {**MOE, "num_hidden_layers": 5, "num_shared_experts": 2, "n_group": 2, "topk_group": 1, "sliding_window": 8}
+        | {"num_experts": 8, "routed_scaling_factor": 2.5},
+    ),
     "gpt-oss": ("GptOssForCausalLM", "GptOssConfig", {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "apertus": ("ApertusForCausalLM", "ApertusConfig", SIZES),
     "falcon-h1": ("FalconH1ForCausalLM", "FalconH1Config", FALCON_H1),

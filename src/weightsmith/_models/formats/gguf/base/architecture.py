@@ -62,6 +62,7 @@ NOT_ADDED = "biases that llama.cpp does not add"
 SIGMOID_ROUTER = {"expert_gating_func": 2}
 """`GgufArchitecture.constants` of models whose routers' scores are sigmoids."""
 
+_DENSE = "leading_dense_block_count"
 MOST_LAYERS = 100_000
 """More are an error."""
 _SIZES = {
@@ -247,7 +248,14 @@ class GgufArchitecture:
 
     def complete(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """config.json with settings under their present names, and with defaults that are not in `defaults.json`."""
-        return config
+        kinds, setting = config.get("mlp_layer_types"), self._setting_of_dense_layers()
+        if not setting or not isinstance(kinds, list):
+            return config
+        return {**config, setting: next((i for i, kind in enumerate(kinds) if kind != "dense"), len(kinds))}
+
+    def _setting_of_dense_layers(self) -> str:
+        """config.json's number of layers before those with experts; "" if there is none."""
+        return next((number.setting for number in self.numbers if number.name == _DENSE), "")
 
     # ---- layers that predict
 
@@ -443,6 +451,16 @@ class GgufArchitecture:
             what = f"num_hidden_layers is {layers:,}, and there are tensors of {len(numbers):,} layers: "
             what += f"layer {other[0]:,} {'is not one of those' if other[0] >= layers else 'is missing'}"
             raise FormatError(what, where="config.json", fix="repair num_hidden_layers, or download the model again")
+        if setting := self._setting_of_dense_layers():
+            self._check_experts(config.count(setting, 0, least=0), setting, layers - self.predictors, shapes)
+
+    def _check_experts(self, dense: int, setting: str, layers: int, shapes: Container[str]) -> None:
+        """Raise FormatError if other layers than those behind the first `dense` ones have experts."""
+        for number in range(layers):
+            has_experts = f"blk.{number}.ffn_gate_inp.weight" in shapes
+            if has_experts != (number >= dense):
+                what = f"{setting} is {dense:,}, and layer {number:,} has {'' if has_experts else 'no '}experts"
+                raise FormatError(what, where="config.json", fix=f"repair {setting} or mlp_layer_types, or use another format")
 
     def check_sizes(self, config: GgufConfig, keys: Mapping[str, Value], shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise FormatError if a tensor of a planned GGUF file has another shape than its keys say, as llama.cpp does.
