@@ -214,6 +214,7 @@ FAMILIES = {
     "nemotron": "NEMOTRON",
     "arcee": "ARCEE",
     "falcon-h1": "FALCON_H1",
+    "jamba": "JAMBA",
     "apertus": "APERTUS",
     "ministral3": "MISTRAL3",
     "qwen2-vl": "QWEN2VL",
@@ -256,6 +257,7 @@ OWN: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen3-moe": {"norm_topk_prob": True, "intermediate_size": 64},
     "smollm3": {"num_hidden_layers": 5},
+    "jamba": {"num_hidden_layers": 6, "attn_layer_period": 3, "use_mamba_kernels": True},
     "falcon-h1": dict.fromkeys(zoo.FALCON_H1_MULTIPLIERS, 1.0)
     | {"mlp_multipliers": [1.0] * 2, "ssm_multipliers": [1.0] * 5}
     | {"mamba_norm_before_gate": False},
@@ -1337,7 +1339,7 @@ EXPERTS = (
     *("afmoe", "exaone-moe", "hunyuan-moe"),
     *("dots1", "glm4-moe", "deepseek-v2", "deepseek-v3", "granite-moe-shared", "ernie4-5-moe", "lfm2-moe"),
     *("qwen3-next", "qwen3.5-moe", "gpt-oss", "gemma4", "gemma4-moe", "granite-hybrid", "granite-hybrid-moe"),
-    *("nemotron-h", "nemotron-h-moe", "falcon-h1"),
+    *("nemotron-h", "nemotron-h-moe", "falcon-h1", "jamba"),
 )
 MIXERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 GRANITE_9 = {"layer_types": ["attention" if i in (2, 5, 6) else "mamba" for i in range(9)], "mamba_d_head": 128}
@@ -1346,6 +1348,7 @@ WIDE_TOO: dict[str, dict[str, Any]] = {
     "nemotron-h": NEMOTRON_9 | {"layer_types": [MIXERS[letter] for letter in "M-*-MM-*-"]},
     "nemotron-h-moe": NEMOTRON_9 | {"layer_types": [MIXERS[letter] for letter in "MEMEM*EME"]},
     **dict.fromkeys(("granite-hybrid", "granite-hybrid-moe"), GRANITE_9 | {"shared_intermediate_size": 256}),
+    "jamba": {"attn_layer_period": 4, "attn_layer_offset": 2, "mamba_dt_rank": 256},
     "falcon-h1": {"head_dim": 64, "mamba_d_ssm": 256, "mamba_d_head": 64},
     "lfm2-moe": {"num_hidden_layers": 9, "layer_types": ["full_attention" if i in (3, 4, 6) else "conv" for i in range(9)]},
     "deepseek-v2": {"num_hidden_layers": 27, "kv_lora_rank": 256},
