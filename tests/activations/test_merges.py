@@ -86,6 +86,7 @@ def assert_merged(weights: Weights, expected: Callable[[str], torch.Tensor], fol
         torch.testing.assert_close(weights[name].double(), (a[name] + b[name]) / 2)
 
 
+@pytest.mark.matrix("parameters0-*", "parameters2-*")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("parameters", "alpha", "mu"),
@@ -180,6 +181,7 @@ def test_fisher_is_the_weighted_mean(folder: Path, tmp_path: Path) -> None:
     assert_merged(weights, expected, folder)
 
 
+@pytest.mark.matrix("2")
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 2])
 def test_core_steps_are_those_of_the_closed_form(folder: Path, tmp_path: Path, steps: int) -> None:

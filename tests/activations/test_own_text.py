@@ -70,6 +70,7 @@ def weights(folder: Any) -> dict[str, bytes]:
 # ---- tokens
 
 
+@pytest.mark.matrix("llama", "gemma3", "mixtral")
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma3", "phi3", "mixtral", "qwen3 moe"])
 def test_each_token_is_drawn_from_what_transformers_predicts(family: str) -> None:
@@ -234,6 +235,7 @@ def test_a_quantised_merge_is_calibrated_on_what_the_merge_writes() -> None:
     assert written_by[0] == written_by[1]
 
 
+@pytest.mark.matrix("exl2-options1", "gguf-*-options3")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),

@@ -58,6 +58,7 @@ def test_states_are_those_of_transformers(tmp_path: Path, name: str) -> None:
         torch.testing.assert_close(torch.from_numpy(arrays[f"states {i}"][0]), entering[i], rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.matrix("llama", "mixtral")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma2", "phi3", "mixtral", "qwen3 moe"])
 def test_gradients_are_those_of_the_whole_model(name: str, tmp_path: Path) -> None:

@@ -87,6 +87,7 @@ def test_a_tensor_takes_less_than_the_plan_counts(command: Callable[..., None], 
     assert taken < counted_bytes
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_a_comparison_takes_a_few_kilobytes_for_a_tensor(models: Path, tmp_path: Path) -> None:
     taken = bytes_of_a_tensor(lambda n: diff(models, tmp_path, n))

@@ -117,6 +117,7 @@ STAGES = {
 LAST = {"ties": TIES, "dare_ties": TIES.replace("ties", "dare_ties"), "slerp": SLERP}
 
 
+@pytest.mark.matrix("linear-*", "filters-ties", "ties-ties", "stack-ties", "copy-ties")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "last"),

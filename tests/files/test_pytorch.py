@@ -861,6 +861,7 @@ def _saved(protocol: int) -> bytes:
     return buffer.getvalue()
 
 
+@pytest.mark.matrix("0", "1")
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_mutations_are_errors_or_files_that_can_be_read(seed: int, tmp_path: Path) -> None:
@@ -888,6 +889,7 @@ def test_mutations_are_errors_or_files_that_can_be_read(seed: int, tmp_path: Pat
     assert 0 < good < 250
 
 
+@pytest.mark.matrix("0")
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_mutated_pickles_are_errors_or_can_be_read(seed: int, tmp_path: Path) -> None:

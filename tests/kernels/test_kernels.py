@@ -243,6 +243,7 @@ def test_too_many_patterns_are_reported_and_not_overrun() -> None:
 MODES = [KEEP_ALL, KEEP_LARGE, KEEP_RANDOM, KEEP_NONE]
 
 
+@pytest.mark.matrix("False-False", "True-True")
 @pytest.mark.slow
 @pytest.mark.parametrize("elect", [False, True])
 @pytest.mark.parametrize("normalize", [False, True])
@@ -397,6 +398,7 @@ def test_groups_of_neighbours_shared_out(stack: np.ndarray, keep: int, group: in
         np.testing.assert_array_equal(taken == 0, free)
 
 
+@pytest.mark.matrix("1")
 @pytest.mark.slow
 @pytest.mark.parametrize("elect", [ELECT_NONE, ELECT_SUM])
 @given(stack=stacks(2))

@@ -137,6 +137,7 @@ def test_what_is_kept_by_rank_is_what_the_ranks_say(dtype: Any, n: int) -> None:
             np.testing.assert_array_equal(got, np.where(kept, row, 0))
 
 
+@pytest.mark.matrix("BF16")
 @pytest.mark.parametrize("stored", ["BF16", "F32"])
 def test_a_pair_elects_as_any_number_of_models_does(stored: str) -> None:
     """Two deltas in one loop, and the loops for any number of them: the same bytes."""

@@ -352,6 +352,7 @@ class ModelFiles:
     donor    (name) → the contents of a file of the model whose files the output has; None: there is none
     held     takes the names of files whose contents the output has in another form, such as keys of a header
     tensor   (name) → the bytes of a small tensor of the same model as `donor`; None: there is none
+    numbers  (names) → the numbers of these tensors of the draft, which have one each, as the output would store them
     """
 
     origins: Sequence[ModelOrigin]
@@ -359,6 +360,7 @@ class ModelFiles:
     donor: Callable[[str], bytes | None]
     held: Callable[[Iterable[str]], None]
     tensor: Callable[[str], bytes | None] = lambda _name: None
+    numbers: Callable[[Sequence[str]], Mapping[str, float]] = lambda _names: {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ class Tour:
         self.page.click(f"#tab-{tab}")
 
 
-@pytest.mark.matrix("1440-0.0")  # also on a phone, whose answers take 0.4 s
+@pytest.mark.matrix  # of what the other tests of the studio do step by step; also on a phone, whose answers take 0.4 s
 @pytest.mark.timeout(900)  # forty steps on a busy machine
 @pytest.mark.parametrize(("width", "seconds"), [(1440, 0.0), (390, 0.4)])
 def test_forty_steps(browser: Any, tmp_path: Path, width: int, seconds: float) -> None:

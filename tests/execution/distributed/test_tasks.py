@@ -117,6 +117,7 @@ def shared(workers: Threads, case: str) -> None:
             workers.join()
 
 
+@pytest.mark.matrix("gptq", "mixture")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_bytes_are_those_of_one_process(here: Path, done: list[tuple[str, tuple[str, ...]]], case: str) -> None:
@@ -150,6 +151,7 @@ LEADER = "weightsmith-product"
 """The thread that computes products."""
 
 
+@pytest.mark.matrix("leader")
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["leader", "helper"])
 def test_what_a_lost_worker_was_at_others_do(
@@ -212,6 +214,7 @@ def test_tasks_for_which_the_disk_has_no_room_the_leader_does(
     assert tree(here / "shared") == tree(here / "alone")
 
 
+@pytest.mark.matrix("in turn")
 @pytest.mark.slow
 @pytest.mark.parametrize("at_once", [False, True], ids=["in turn", "at once"])
 def test_parts_make_each_product_once(

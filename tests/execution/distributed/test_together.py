@@ -283,6 +283,7 @@ def test_units_of_another_size_have_results_of_their_own(
     assert files(here / "out") == files(here / "one-process")
 
 
+@pytest.mark.matrix("arrays0")
 @pytest.mark.parametrize("arrays", [[np.zeros(3, np.int64)], [np.ones((2, 2))], [], [np.zeros(1, np.int64)] * 2])
 def test_counts_of_other_dtypes_or_shapes_are_made_again(
     here: Path, measured: list[tuple[str, int, int]], monkeypatch: pytest.MonkeyPatch, arrays: list[Any]

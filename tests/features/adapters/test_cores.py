@@ -260,6 +260,7 @@ SAMPLE = [
 ]
 
 
+@pytest.mark.matrix("core-linear", "core-ties", "knots-ties", "compressed-ties")
 @pytest.mark.slow
 @pytest.mark.parametrize("where", sampled(PLACES, SAMPLE, "-".join))
 def test_the_order_of_the_adapters_does_not_matter(where: tuple[str, str], tmp_path: Path) -> None:

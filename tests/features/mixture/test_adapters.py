@@ -41,6 +41,7 @@ def trained(model: Path, folder: Path, seed: int) -> Path:
     return adapter(folder, dict(zip(names, tensors.values(), strict=True)), r=2, target_modules=pattern)
 
 
+@pytest.mark.matrix("mixtral", "granitemoe", "deepseek_v3")
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", NATIVE, ids=lambda layout: layout.name)
 def test_experts_with_adapters_are_the_merged_models(layout: ExpertLayout, models: Models, tmp_path: Path) -> None:

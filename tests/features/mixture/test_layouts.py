@@ -79,6 +79,7 @@ def assert_equal(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
+@pytest.mark.matrix("mixtral", "granitemoe", "deepseek_v3")
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", NATIVE, ids=lambda layout: layout.name)
 def test_generates_in_bf16_and_has_the_names_that_transformers_writes(

@@ -105,6 +105,7 @@ def assert_nearest(stored: np.ndarray, largest: float) -> None:
     assert stored[0] in near, (stored, near)
 
 
+@pytest.mark.matrix("llama", "qwen3 moe")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "phi3", "mixtral", "qwen3 moe"])
 def test_scales_are_those_of_what_transformers_modules_see(name: str, tmp_path: Path) -> None:
@@ -170,6 +171,7 @@ def quantised_input(x: np.ndarray, module: Any) -> np.ndarray:
     return (np.sign(groups) * E2M1[nearest] * scales).reshape(x.shape)
 
 
+@pytest.mark.matrix("llama-*")
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ["fp8-static", "nvfp4"])
 @pytest.mark.parametrize("name", ["llama", "qwen3"])

@@ -165,6 +165,7 @@ class Counted:
                 self._inside -= 1
 
 
+@pytest.mark.matrix("False-False", "True-True")
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_options")
 @pytest.mark.parametrize("gpu", [False, True])

@@ -143,6 +143,7 @@ BOUND = {rate.halves: 2.0 ** (-2 * rate.bits) for rate in RATES}
 """Below this no code of so many bits can get, with normally distributed numbers."""
 
 
+@pytest.mark.matrix("2-*", "4-*")
 @pytest.mark.slow
 @pytest.mark.parametrize(("bits", "most"), [(1, 1.12), (2, 1.13), (2.5, 1.13), (3, 1.14), (4, 1.2), (5, 1.24), (6, 1.32)])
 def test_the_error_is_close_to_the_least_that_is_possible(bits: float, most: float) -> None:

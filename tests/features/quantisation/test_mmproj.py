@@ -41,6 +41,7 @@ def planned(source: str, **options: Any) -> Any:
     return weightsmith.plan(recipe, **{"quantize": "gguf-q8_0", **options})
 
 
+@pytest.mark.matrix("*-f16")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", mmproj.KINDS)
 @pytest.mark.parametrize("name", vision_zoo.MODELS)

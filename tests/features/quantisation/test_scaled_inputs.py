@@ -166,6 +166,7 @@ class Model:
         return {name.removeprefix(f"model.layers.{layer}.") for name in weights.keys() - scaled_weights(features)}
 
 
+@pytest.mark.matrix("llama", "gemma3", "phi3", "cohere", "qwen3 moe", "deepseek v3")
 @pytest.mark.parametrize("name", [*CONFIGS, *OTHERS])
 def test_scaled_features_leave_the_logits_as_they_are(name: str) -> None:
     model = Model(name)

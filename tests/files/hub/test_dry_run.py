@@ -132,6 +132,7 @@ def test_a_plan_of_a_vocabulary_downloads_tokenizers_alone(tmp_path: Path) -> No
     np.testing.assert_array_equal(rows[3], embedding[2])
 
 
+@pytest.mark.matrix("False-options0", "True-options1")
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--stream",)])
 @pytest.mark.parametrize("staged", [False, True])

@@ -71,6 +71,7 @@ def test_a_public_model_into_a_repository_that_exists_by_run(hub: FakeHub, here:
     assert "a part publishes nothing" in refused.err
 
 
+@pytest.mark.matrix("/lfs/")
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", ["/api/repos/create", "/lfs/", "/api/models/org/merged/commit"])
 def test_a_failed_upload_leaves_the_output_and_says_how_to_push_it_again(fails: str, hub: FakeHub, here: Path) -> None:

@@ -299,6 +299,7 @@ REQUESTS = [
 ]
 
 
+@pytest.mark.matrix("503", "cut")
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [500, 503, 429, CUT, LOST])
 def test_a_request_that_fails_once_is_repeated(here: Path, hub: FakeHub, fault: int | str) -> None:
@@ -340,6 +341,7 @@ def failing(method: str, start: str, fault: int | str, times: int, skip: int = 0
     return fail
 
 
+@pytest.mark.matrix("/lfs/*", "*preupload-401*", "*commit-503*")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("start", "status", "words"),
@@ -565,6 +567,7 @@ def start(case: str, hub: FakeHub, here: Path) -> Forked:
     return Forked(lambda: run(case), hub.environment(here.parent / "home", HF_TOKEN=TOKEN), here)
 
 
+@pytest.mark.matrix("moe-PUT*", "*/commit-0", "moe-GET*")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "method", "path", "skip"),

@@ -389,6 +389,7 @@ def test_an_interrupted_call_is_resumed_with_the_same_result(stop: str, work: Pa
         assert len(scored) < len(everything)  # what was scored before was not scored again
 
 
+@pytest.mark.matrix("texts")
 @pytest.mark.slow
 @pytest.mark.parametrize("text", [None, TEXTS], ids=["own", "texts"])
 def test_another_program_takes_up_neither_texts_nor_statistics_nor_scores(

@@ -51,6 +51,7 @@ def weights_sent(hub: FakeHub) -> int:
     return sum(seen.method == "GET" and seen.path.endswith(WEIGHTS) and not seen.range for seen in hub.seen)
 
 
+@pytest.mark.matrix("texts")
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"text": None}, {"stream": True}], ids=["texts", "own", "streamed"])
 def test_models_of_an_empty_cache_merge_as_local_ones(options: dict[str, Any], hub: FakeHub) -> None:
@@ -155,6 +156,7 @@ def test_without_the_network_the_cache_is_enough_and_needed(hub: FakeHub, monkey
     assert hub.seen == []
 
 
+@pytest.mark.matrix("True")
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_branch_that_moves_meanwhile_changes_nothing(hub: FakeHub, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:

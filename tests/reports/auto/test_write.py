@@ -85,6 +85,7 @@ def test_a_start_of_the_user_begins_rows_and_is_not_written(folder: Path, tmp_pa
     assert not a[0].startswith("hello")
 
 
+@pytest.mark.matrix("gemma3")
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3", "qwen3 moe", "phi3"])
 def test_models_of_other_families_write(family: str, tmp_path: Path) -> None:
@@ -211,6 +212,7 @@ def test_a_template_starts_rows_as_transformers_writes_it(tmp_path: Path) -> Non
     assert written.starts[-2] == "![system]Be brief;[user]"
 
 
+@pytest.mark.matrix("always the same-*", "*__mro__*")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("template", "why"),

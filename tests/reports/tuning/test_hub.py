@@ -36,6 +36,7 @@ def tune(prefix: str, **options: Any) -> Tuning:
     return weightsmith.tune(recipe, "hub.yml" if prefix else "local.yml", **ARGS, **options)
 
 
+@pytest.mark.matrix("streamed-gradient")
 @pytest.mark.slow
 @pytest.mark.parametrize("search", ["cma", "gradient"])
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "downloaded"])
@@ -46,6 +47,7 @@ def test_models_of_an_empty_cache_are_tuned_as_local_ones(stream: bool, search: 
     assert weights_sent(hub) == (0 if stream else len(MODELS))
 
 
+@pytest.mark.matrix("streamed")
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "downloaded"])
 def test_a_branch_that_moves_meanwhile_changes_no_comparison(

@@ -288,6 +288,7 @@ def test_methods_and_models_are_chosen(work: Path) -> None:
     weightsmith.plan("tuned.yml")
 
 
+@pytest.mark.matrix("kl")
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", ["mean", "worst", "kl"])
 def test_the_objective_is_what_is_made_small(work: Path, objective: str) -> None:

@@ -68,6 +68,7 @@ from weightsmith._planning.follow_ups import FollowUpKind, SecondPlan
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.encode import encodable, quantise
 from weightsmith._planning.planner.files import NO_CONFIG, joined, lacking
+from weightsmith._planning.planner.numbers import numbers_of
 from weightsmith._planning.planner.pipelines import drop_subfolders
 from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._plans import PLAIN, PlanDraft, Product, Step
@@ -161,7 +162,12 @@ class WholeFormat(Format):
         origins = [_origin(checkpoint) for checkpoint in prepared.inputs]
         of_donor = partial(_file_of_donor, prepared)
         companions = ModelFiles(
-            origins, partial(_files_of, prepared), of_donor, held.update, partial(_tensor_of_donor, prepared)
+            origins,
+            partial(_files_of, prepared),
+            of_donor,
+            held.update,
+            partial(_tensor_of_donor, prepared),
+            partial(numbers_of, prepared),
         )
         files = self._format.prepare(draft, companions, request)
         if draft.config is None:  # programs that read the format need no config.json

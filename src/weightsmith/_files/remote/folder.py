@@ -145,6 +145,18 @@ class FetchedFiles:
         """Name files that are needed: `download` brings those that are not read where they are."""
         self._requested |= dict.fromkeys(name for name in names if name in self.sizes)
 
+    @contextmanager
+    def peek(self) -> Iterator[None]:
+        """Let single numbers of weights that are not here be read where they are. Raises CheckpointError."""
+        files = [file for name, file in self._files.items() if not file.streams and not (self.folder / name).is_file()]
+        try:
+            for file in files:
+                file.stream()
+            yield
+        finally:
+            for file in files:
+                file.streams = False
+
     @property
     def headers(self) -> tuple[int, int]:
         """Requests for headers of weight files so far, and their bytes."""

@@ -93,6 +93,7 @@ def keys_of(path: Path) -> dict[str, Any]:
     return {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
 
 
+@pytest.mark.matrix("bert", "*-ranks", "modernbert", "nomic")
 @needs_llama_cpp
 @pytest.mark.parametrize("name", ENCODERS)
 def test_llama_cpp_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
@@ -351,6 +352,7 @@ def test_normalisers_that_llama_cpp_does_not_have_are_named(tmp_path: Path) -> N
 # ---- types, and merges
 
 
+@pytest.mark.matrix("bert-*")
 @needs_llama_cpp
 @pytest.mark.parametrize("name", ["bert-ranks", "xlm-roberta"])
 def test_types_and_bytes_are_those_of_llama_cpps_quantiser(name: str, tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ def test_every_architecture_with_factors_is_compared_with_llama_cpp() -> None:
     assert {architecture.name for architecture in architectures() if architecture.factored} == known
 
 
+@pytest.mark.matrix("llama", "qwen3-moe")
 @needs_llama_cpp
 @pytest.mark.parametrize("name", FACTORED)
 def test_llama_cpp_computes_the_stored_weights(name: str, tmp_path: Path) -> None:

@@ -428,3 +428,13 @@ def padded_weight(spec: TensorSpec, name: str, skipped: int, natural_dtype: DTyp
         raise FormatError(what, where=where, fix=DAMAGED)
     rows, cols = spec.shape
     return PaddedWeight(TensorSpec(name, DTYPES["F32"], (rows + skipped, cols)), (spec.name,), natural_dtype, skipped)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyWeight(Weight):
+    """A tensor of one number, which the file has in a key."""
+
+    number: float
+
+    def decode(self, stored: Tensors, first: int, values: npt.NDArray[np.float32]) -> None:
+        values[:] = self.number

@@ -63,6 +63,7 @@ _HEAD_IS_EMBEDDING = "the head is the embedding"
 """Why a tied head that is stored too is left out: not all architectures of llama.cpp would load it."""
 _EMBEDDING = "model.embed_tokens.weight"
 _PREDICTS = "a layer that predicts several tokens at a time is not written"
+_IN_KEYS = "its number is in a key of the GGUF file"
 _OTHER_PART = "llama.cpp reads the parts for images and sounds from a file of their own"
 _OF_OTHER_PARTS = re.compile(r"^(model\.)?(vision|audio|image|multi_modal|mm_|visual|connector|embed_vision|embed_audio)")
 """How the names of tensors begin that do not belong to the language model."""
@@ -226,6 +227,7 @@ def _prepare(
         raise Unsupported(what, where="config.json", fix="choose another format, such as gguf-q4_k_m")
     whole = list(draft.steps)
     keys, factors = model.architecture.keys(model.settings, model.mixture.number)
+    keys |= _numbers_in_keys(model, draft, companions)
     pooling = pooling_of(companions.read((MODULES, *READ)), model.architecture.name, companions.donor)
     behind = [_Stored(step, [replace(step.out, name=pooling.dense[step.out.name])]) for step in _taken(draft, pooling.dense)]
     parts = _parts(model, draft)
@@ -260,6 +262,17 @@ def _prepare(
     draft.warnings += [*_unused(importances, stored), *defaults, *_left_out(dropped, model.architecture), *warnings, *findings]
     draft.warnings += [*pooling.warnings, *(unstated(keys | about) if model.architecture.encodes else ())]
     draft.warnings += [*_changed(steps, model.chosen), *_fallen_back(model, steps)]
+
+
+def _numbers_in_keys(model: _Model, draft: PlanDraft, companions: ModelFiles) -> dict[str, Value]:
+    """The keys with numbers of tensors, which the draft then does not have. Raises FormatError, and as `numbers`."""
+    steps = [step for step in draft.steps if model.architecture.key_of(step.out.name) is not None]
+    if several := next((step.out for step in steps if step.out.size != 1), None):
+        what = f"its shape is {list(several.shape)}, and llama.cpp has one number for it"
+        raise FormatError(what, where=several.name, fix="download the model again")
+    numbers = companions.numbers([step.out.name for step in steps]) if steps else {}
+    draft.leave_out(steps, _IN_KEYS)
+    return model.architecture.keys_of_numbers(numbers, model.config.count("num_hidden_layers"))
 
 
 def _taken(draft: PlanDraft, names: Collection[str]) -> list[Step]:
@@ -616,7 +629,8 @@ def _encoded(stored: _Stored, kinds: Sequence[str], importances: Importances, mo
         shift, skipped = architecture.shift_of(spec.name), architecture.rows_skipped(spec.name, config)
         factored = kinds[0] == model.mixture.name == _FACTORED
         columns = architecture.columns_of(spec.name, config)
-        encoding = GgufEncoding(dtypes[0], head_rows, shift, decays, skipped=skipped, factored=factored, columns=columns)
+        rest: dict[str, Any] = {"factored": factored, "columns": columns, "times": architecture.times(spec.name, config)}
+        encoding = GgufEncoding(dtypes[0], head_rows, shift, decays, skipped=skipped, **rest)
     tables, weighted = list[Floats](), -1
     for part, kind in zip(stored.specs, kinds, strict=True):
         values = _importances(importances, part, kind, model.mixture) if TYPES[kind].block > 1 else None

@@ -27,8 +27,8 @@ from weightsmith._models.formats.decoded import DecodedTensors, Weight
 from weightsmith._models.formats.gguf.architectures import architecture_of_file
 from weightsmith._models.formats.gguf.base.architecture import Contents, GgufArchitecture
 from weightsmith._models.formats.gguf.base.tensors import is_decay, predicts
-from weightsmith._models.formats.gguf.base.values import GgufConfig
-from weightsmith._models.formats.gguf.cuts import cut_weight, ordered_weight, padded_weight
+from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufValues
+from weightsmith._models.formats.gguf.cuts import KeyWeight, cut_weight, ordered_weight, padded_weight
 from weightsmith._models.formats.gguf.diffusion.spiece import SPIECE, spiece_of_keys
 from weightsmith._models.formats.gguf.header import ADAPTER_TYPE, SMALL, GgufHeader, GgufTensor, read_gguf_header, text_of
 from weightsmith._models.formats.gguf.pooling import pooling_files
@@ -180,16 +180,17 @@ class GgufTensors(FileTensors[StoredBlocks]):
 
 
 class GgufMovedTensors(DecodedTensors):
-    """The tensors of GGUF files, some of which are put together from parts, or have their rows or columns in another order."""
+    """The tensors of GGUF files, some of which are in parts, in keys, or have their rows or columns in another order."""
 
     def __init__(self, stored: GgufTensors, weights: Sequence[Weight], where: str) -> None:
         super().__init__(stored, weights, [], where)
-        self._first = {weight.spec.name: weight.stored[0] for weight in weights}
+        self._first = {weight.spec.name: weight.stored[:1] for weight in weights}
         self._blocks = stored
 
     def stored_as(self, name: str) -> DType:
-        """The dtype of a tensor in the file; of its first part."""
-        return self._blocks.stored_as(self._first.get(name, name))
+        """The dtype of a tensor in the file; of its first part. That of a key is F32."""
+        first = self._first.get(name, (name,))
+        return self._blocks.stored_as(first[0]) if first else DTYPES["F32"]
 
 
 def choose(names: Sequence[str], where: str) -> FolderWeights | None:
@@ -261,9 +262,17 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
     if several := [name for name in tensors if predicts(name, layers)]:
         what = f"{len(several):,} tensors are left out: layers that predict several tokens at a time"
         notes = [*notes, Finding(what, several[0], fix="use the model as it is: it works without them")]
+    if architecture.multipliers:
+        what = "its weights are multiplied by numbers of the original's config.json, which llama.cpp does not know"
+        fix = "merge it with GGUF files alone, and apply no adapter of the original"
+        notes = [*notes, Finding(what, where, fix=fix)]
     other_files |= {"config.json": json_bytes(config), **pooling_files(first.keys, architecture.name)}
     whole = GgufTensors(stored, files, where, dtype)
     weights, padded = _moved(whole, architecture, GgufConfig(config), dtype, where)
+    for name, (number, shape) in architecture.numbers_of_keys(
+        GgufValues(first.keys, where, DAMAGED), config["num_hidden_layers"]
+    ).items():
+        weights.append(KeyWeight(TensorSpec(name, DTYPES["F32"], shape), (), dtype, number))
     source = GgufMovedTensors(whole, weights, where) if weights else whole
     return OpenedFiles(source, notes=(*notes, *padded), files=other_files, decoded=_most_blocks(tensors.values()))
 

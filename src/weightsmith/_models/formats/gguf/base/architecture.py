@@ -11,6 +11,7 @@ writes keys with the `take_…` that reads them.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from copy import copy
@@ -48,6 +49,7 @@ from weightsmith._models.formats.gguf.layout import Value
 if TYPE_CHECKING:
     from weightsmith._models.formats.gguf.base.vision import VisionHalf
     from weightsmith._models.formats.gguf.cuts import HeadOrder
+    from weightsmith._models.formats.gguf.writing import Multiplied
 
 LAYER_NORM = ("attention.layer_norm_epsilon", "layer_norm_eps")
 """`GgufArchitecture.eps` of models with layer norms."""
@@ -60,6 +62,7 @@ NOT_ADDED = "biases that llama.cpp does not add"
 SIGMOID_ROUTER = {"expert_gating_func": 2}
 """`GgufArchitecture.constants` of models whose routers' scores are sigmoids."""
 
+_DENSE = "leading_dense_block_count"
 MOST_LAYERS = 100_000
 """More are an error."""
 _SIZES = {
@@ -106,6 +109,18 @@ class GgufKey:
 
 
 @dataclass(frozen=True, slots=True)
+class KeyTensor:
+    """A tensor of each layer whose only number a GGUF file has in a key.
+
+    name   of the tensor, in a layer
+    shape  of the tensor: (), or dimensions of 1
+    """
+
+    name: str
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Windows:
     """Which layers attend to a window: all but the last of every so many.
 
@@ -147,6 +162,8 @@ class GgufArchitecture:
     layer         modules of a layer: llama.cpp's name → the Hub's, with `{}` for the number of an expert
     bare          tensors of a layer whose names are not a module's with `.weight` or `.bias`: llama.cpp's name → the Hub's
     splits        tensors of a layer that llama.cpp stores in parts
+    multipliers   settings by which llama.cpp has weights multiplied: its name of a module → the Hub's, one after the other
+    in_keys       tensors of a layer with one number: the whole name of the key with those of all layers → the Hub's tensor
     ends          modules outside of the layers: llama.cpp's name → the Hub's
     shapes        of weights of a layer that llama.cpp loads, by its names
     setting_names  what config.json calls keys of sizes: those that are neither in `sizes` nor in `numbers`
@@ -183,6 +200,8 @@ class GgufArchitecture:
     layer: ClassVar[Mapping[str, str]] = LLAMA_LAYER
     bare: ClassVar[Mapping[str, str]] = {}
     splits: ClassVar[tuple[SplitTensor, ...]] = ()
+    multipliers: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    in_keys: ClassVar[Mapping[str, KeyTensor]] = {}
     ends: ClassVar[Mapping[str, str]] = ENDS
     shapes: ClassVar[Mapping[str, TensorShape]] = LAYER_SHAPES
     setting_names: ClassVar[Mapping[str, str]] = {}
@@ -229,7 +248,14 @@ class GgufArchitecture:
 
     def complete(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """config.json with settings under their present names, and with defaults that are not in `defaults.json`."""
-        return config
+        kinds, setting = config.get("mlp_layer_types"), self._setting_of_dense_layers()
+        if not setting or not isinstance(kinds, list):
+            return config
+        return {**config, setting: next((i for i, kind in enumerate(kinds) if kind != "dense"), len(kinds))}
+
+    def _setting_of_dense_layers(self) -> str:
+        """config.json's number of layers before those with experts; "" if there is none."""
+        return next((number.setting for number in self.numbers if number.name == _DENSE), "")
 
     # ---- layers that predict
 
@@ -425,6 +451,16 @@ class GgufArchitecture:
             what = f"num_hidden_layers is {layers:,}, and there are tensors of {len(numbers):,} layers: "
             what += f"layer {other[0]:,} {'is not one of those' if other[0] >= layers else 'is missing'}"
             raise FormatError(what, where="config.json", fix="repair num_hidden_layers, or download the model again")
+        if setting := self._setting_of_dense_layers():
+            self._check_experts(config.count(setting, 0, least=0), setting, layers - self.predictors, shapes)
+
+    def _check_experts(self, dense: int, setting: str, layers: int, shapes: Container[str]) -> None:
+        """Raise FormatError if other layers than those behind the first `dense` ones have experts."""
+        for number in range(layers):
+            has_experts = f"blk.{number}.ffn_gate_inp.weight" in shapes
+            if has_experts != (number >= dense):
+                what = f"{setting} is {dense:,}, and layer {number:,} has {'' if has_experts else 'no '}experts"
+                raise FormatError(what, where="config.json", fix=f"repair {setting} or mlp_layer_types, or use another format")
 
     def check_sizes(self, config: GgufConfig, keys: Mapping[str, Value], shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise FormatError if a tensor of a planned GGUF file has another shape than its keys say, as llama.cpp does.
@@ -653,9 +689,48 @@ class GgufArchitecture:
         split = next((tensor for tensor in self.splits if match[2] in [part.name for part in tensor.parts]), None)
         return None if split is None else (split, match[1])
 
+    def key_of(self, name: str) -> tuple[str, int] | None:
+        """The key that has the number of a tensor of the Hub's layout, and the layer; None if there is no such key.
+
+        >>> from weightsmith._models.formats.gguf.architectures.apertus import Apertus
+        >>> Apertus().key_of("model.layers.3.mlp.act_fn.beta")
+        ('xielu.beta', 3)
+        """
+        match = _HUB_BARE.fullmatch(self.canonical(name))
+        key = next((key for key, tensor in self.in_keys.items() if match is not None and tensor.name == match[2]), None)
+        return None if key is None or match is None else (key, int(match[1]))
+
+    def keys_of_numbers(self, numbers: Mapping[str, float], layers: int) -> dict[str, Value]:
+        """The keys that `in_keys` lists. Raises FormatError if a layer lacks a tensor, or its number is not finite.
+
+        numbers  by the Hub's names of the tensors
+        """
+        if unusable := next((name for name, number in numbers.items() if not math.isfinite(number)), None):
+            raise FormatError(f"its number is {numbers[unusable]}", where=unusable, fix="download the model again")
+        placed = {place: number for name, number in numbers.items() if (place := self.key_of(name)) is not None}
+        keys = {}
+        for key, tensor in self.in_keys.items():
+            if missing := [i for i in range(layers) if (key, i) not in placed]:
+                where = self.published(f"{LAYERS}{missing[0]}.{tensor.name}")
+                what = f"the model has no such tensor, and llama.cpp needs its number in {key}"
+                raise FormatError(what, where=where, fix="download the model again")
+            keys[key] = Value("f32", [placed[key, i] for i in range(layers)])
+        return keys
+
+    def numbers_of_keys(self, values: GgufValues, layers: int) -> dict[str, tuple[float, tuple[int, ...]]]:
+        """The numbers of the tensors that `in_keys` lists, and their shapes, by the Hub's names. Raises FormatError.
+
+        values  all keys of the file
+        """
+        return {
+            self.published(f"{LAYERS}{i}.{tensor.name}"): (number, tensor.shape)
+            for key, tensor in self.in_keys.items()
+            for i, number in enumerate(values.numbers_by_layer(key, layers))
+        }
+
     def knows(self, name: str) -> bool:
         """Whether there is a tensor of this name in the Hub's layout."""
-        return self.place(name) is not None or self.split_of(name) is not None
+        return any(find(name) is not None for find in (self.place, self.split_of, self.key_of))
 
     def hub_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a tensor of a GGUF file in the Hub's layout."""
@@ -680,6 +755,12 @@ class GgufArchitecture:
     def rotated_heads(self, name: str, heads: int, kv_heads: int) -> int:
         """The number of heads whose rows are reordered in a tensor of a GGUF file; 0 if none are."""
         return {"attn_q": heads, "attn_k": kv_heads}.get(name.split(".")[-2], 0) if self.rotated else 0
+
+    def times(self, name: str, config: GgufConfig) -> tuple[Multiplied, ...]:
+        """By what rows of a tensor of a GGUF file are multiplied, one after the other. They are read as they are stored."""
+        settings = self.multipliers.get(name.removesuffix(".weight").rpartition(".")[2], ())
+        numbers = [config.number(setting, 1.0) for setting in settings]
+        return tuple(((0, number),) for number in numbers if number != 1)
 
     def rows_skipped(self, name: str, config: GgufConfig) -> int:
         """The number of rows at the start of a tensor that the GGUF file does not have."""

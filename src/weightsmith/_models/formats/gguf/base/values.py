@@ -72,6 +72,16 @@ class GgufValues:
             raise self.wrong(name, value, f"and not a whole number for each of {layers:,} layers")
         return [self.count(name, within={self._prefix + name: number}) for number in value.tolist()]
 
+    def numbers_by_layer(self, name: str, layers: int) -> list[float]:
+        """A number for each layer, of any sign, where the file has one for each or one for all."""
+        value = self.get(name)
+        numbers = np.full(layers, value) if isinstance(value, float) else value
+        if not isinstance(numbers, np.ndarray) or numbers.shape != (layers,) or numbers.dtype.kind != "f":
+            raise self.wrong(name, value, f"and not a number for each of {layers:,} layers")
+        if not np.isfinite(numbers).all():
+            raise self.wrong(name, value, "and one of them is not finite")
+        return [float(number) for number in numbers]
+
     def equals(self, name: str, number: int) -> bool:
         """Whether a value is this whole number."""
         value = self.get(name)
