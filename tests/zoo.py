@@ -105,6 +105,16 @@ NEMOTRON_H = {name: value for name, value in HEADS.items() if name != "num_hidde
     "n_groups": 2,
 }
 
+FALCON_H1_MULTIPLIERS = {
+    **{"embedding_multiplier": 3.0, "lm_head_multiplier": 0.25, "key_multiplier": 0.7, "mlp_multipliers": [0.6, 0.3]},
+    **{"attention_in_multiplier": 1.5, "attention_out_multiplier": 0.9, "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.8},
+    "ssm_multipliers": [0.4, 0.25, 0.2, 0.5, 0.35],
+}
+FALCON_H1 = {
+    **{**HEADS, "mamba_d_ssm": 48, "mamba_n_heads": 4, "mamba_d_head": 12, "mamba_d_state": 4, "mamba_n_groups": 2},
+    **FALCON_H1_MULTIPLIERS,
+}
+
 # name: model class, config class, arguments
 ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", SIZES),
@@ -242,8 +252,16 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**MOE, "num_hidden_layers": 5, "num_dense_layers": 1, "num_shared_experts": 2, "route_scale": 2.5}
         | {"sliding_window": 8, "mup_enabled": True},
     ),
+    "hunyuan-moe": ("HunYuanMoEV1ForCausalLM", "HunYuanMoEV1Config", {**HEADS, "num_experts": 4, "moe_topk": 2}),
+    "exaone-moe": (
+        "ExaoneMoeForCausalLM",
+        "ExaoneMoeConfig",
+        {**MOE, "num_hidden_layers": 5, "num_shared_experts": 2, "n_group": 2, "topk_group": 1, "sliding_window": 8}
+        | {"num_experts": 8, "routed_scaling_factor": 2.5},
+    ),
     "gpt-oss": ("GptOssForCausalLM", "GptOssConfig", {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "apertus": ("ApertusForCausalLM", "ApertusConfig", SIZES),
+    "falcon-h1": ("FalconH1ForCausalLM", "FalconH1Config", FALCON_H1),
     "mamba": (
         "MambaForCausalLM",
         "MambaConfig",

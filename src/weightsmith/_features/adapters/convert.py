@@ -45,7 +45,7 @@ from weightsmith._models.formats.gguf.base.tensors import SplitTensor
 from weightsmith._models.formats.gguf.base.values import GgufConfig
 from weightsmith._models.formats.gguf.cuts import CutEncoding, pieces_of
 from weightsmith._models.formats.gguf.layout import encode_metadata
-from weightsmith._models.formats.gguf.writing import GgufEncoding, from_llama_order
+from weightsmith._models.formats.gguf.writing import GgufEncoding, Multiplied, from_llama_order
 from weightsmith._models.lora import Adapter, find_places, open_adapter
 from weightsmith._models.lora.adapter import ExpertParameter, Factors, Stacked
 from weightsmith._models.lora.apply import find_experts, find_shapes
@@ -465,10 +465,12 @@ class _GgufAdapterDraft:
             self.draft.steps.append(transposed(down, down.out.name, stored_dtype(a, self.settings)))
         else:
             self._put(factor_step(self.draft, f"{name}{A_ENDING}", a, on_a, column_order, axis=1), a)
-        self._put(factor_step(self.draft, f"{name}{B_ENDING}", b, on_b, row_order), b, head_rows)
+        self._put(
+            factor_step(self.draft, f"{name}{B_ENDING}", b, on_b, row_order), b, head_rows, architecture.times(name, config)
+        )
 
-    def _put(self, step: Step, spec: TensorSpec, head_rows: int = 0) -> None:
-        encoding = GgufEncoding(stored_dtype(spec, self.settings), head_rows)
+    def _put(self, step: Step, spec: TensorSpec, head_rows: int = 0, times: tuple[Multiplied, ...] = ()) -> None:
+        encoding = GgufEncoding(stored_dtype(spec, self.settings), head_rows, times=times)
         (out,) = encoding.outs(step.out)
         self.draft.steps.append(replace(step, encoding=encoding.name, stored=(replace(out, name=step.out.name),)))
 

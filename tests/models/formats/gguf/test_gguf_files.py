@@ -213,6 +213,8 @@ FAMILIES = {
     "hunyuan-dense": "HUNYUAN_DENSE",
     "nemotron": "NEMOTRON",
     "arcee": "ARCEE",
+    "falcon-h1": "FALCON_H1",
+    "jamba": "JAMBA",
     "apertus": "APERTUS",
     "ministral3": "MISTRAL3",
     "qwen2-vl": "QWEN2VL",
@@ -242,6 +244,8 @@ FAMILIES = {
     "glm4-moe-bias": "GLM4_MOE",
     "minimax-m2": "MINIMAXM2",
     "afmoe": "AFMOE",
+    "exaone-moe": "EXAONE_MOE",
+    "hunyuan-moe": "HUNYUAN_MOE",
 }
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
 GRANITE = {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
@@ -253,6 +257,10 @@ OWN: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen3-moe": {"norm_topk_prob": True, "intermediate_size": 64},
     "smollm3": {"num_hidden_layers": 5},
+    "jamba": {"num_hidden_layers": 6, "attn_layer_period": 3, "use_mamba_kernels": True},
+    "falcon-h1": dict.fromkeys(zoo.FALCON_H1_MULTIPLIERS, 1.0)
+    | {"mlp_multipliers": [1.0] * 2, "ssm_multipliers": [1.0] * 5}
+    | {"mamba_norm_before_gate": False},
     "olmo3": {"num_hidden_layers": 5, "sliding_window": 8},
     "cohere2": {"num_hidden_layers": 5, "sliding_window": 8},
     **{name: {"text_config": {**zoo.ZOO[name][2]["text_config"], "vocab_size": 262}} for name in IN_IMAGES},
@@ -268,13 +276,14 @@ OWN: dict[str, dict[str, Any]] = {
     "granite-hybrid": GRANITE | {"intermediate_size": 16, "num_experts_per_tok": 0, "position_embedding_type": "nope"},
 }
 SHIFTED = ("gemma", "gemma2", "gemma3-text", "qwen3-next", "qwen3.5", "qwen3.5-moe")
-IN_PARTS = ("deepseek-v3", "granite-moe-shared", "qwen3-next", "gpt-oss", "granite-hybrid-moe", "nemotron-h")
+IN_PARTS = ("deepseek-v3", "granite-moe-shared", "qwen3-next", "gpt-oss", "granite-hybrid-moe", "nemotron-h", "falcon-h1")
+ALPHA = {"rope_parameters": {"rope_type": "dynamic", "alpha": 1000.0, "rope_theta": 10000.0, "factor": 1.0}}
 WRITTEN_OTHERWISE: dict[str, dict[str, Any]] = {
+    "falcon-h1": zoo.FALCON_H1_MULTIPLIERS,
     "lfm2": {"block_auto_adjust_ff_dim": True, "block_multiple_of": 24},
     "gemma4": {"vocab_size_per_layer_input": 262},
-    "glm4-moe-lite": {"first_k_dense_replace": 1},
     "qwen3.5": {"linear_num_value_heads": 6},
-    "hunyuan-dense": {"rope_parameters": {"rope_type": "dynamic", "alpha": 1000.0, "rope_theta": 10000.0, "factor": 1.0}},
+    **{name: ALPHA for name in ("hunyuan-dense", "hunyuan-moe")},
 }
 """Settings that come back as others with the same effect."""
 
@@ -1327,10 +1336,10 @@ def test_llama_cpp_stores_the_same_bytes(mixture: str, weighted: bool, tmp_path:
 
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 9}
 EXPERTS = (
-    *("afmoe",),
+    *("afmoe", "exaone-moe", "hunyuan-moe"),
     *("dots1", "glm4-moe", "deepseek-v2", "deepseek-v3", "granite-moe-shared", "ernie4-5-moe", "lfm2-moe"),
     *("qwen3-next", "qwen3.5-moe", "gpt-oss", "gemma4", "gemma4-moe", "granite-hybrid", "granite-hybrid-moe"),
-    *("nemotron-h", "nemotron-h-moe"),
+    *("nemotron-h", "nemotron-h-moe", "falcon-h1", "jamba"),
 )
 MIXERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 GRANITE_9 = {"layer_types": ["attention" if i in (2, 5, 6) else "mamba" for i in range(9)], "mamba_d_head": 128}
@@ -1339,6 +1348,8 @@ WIDE_TOO: dict[str, dict[str, Any]] = {
     "nemotron-h": NEMOTRON_9 | {"layer_types": [MIXERS[letter] for letter in "M-*-MM-*-"]},
     "nemotron-h-moe": NEMOTRON_9 | {"layer_types": [MIXERS[letter] for letter in "MEMEM*EME"]},
     **dict.fromkeys(("granite-hybrid", "granite-hybrid-moe"), GRANITE_9 | {"shared_intermediate_size": 256}),
+    "jamba": {"attn_layer_period": 4, "attn_layer_offset": 2, "mamba_dt_rank": 256},
+    "falcon-h1": {"head_dim": 64, "mamba_d_ssm": 256, "mamba_d_head": 64},
     "lfm2-moe": {"num_hidden_layers": 9, "layer_types": ["full_attention" if i in (3, 4, 6) else "conv" for i in range(9)]},
     "deepseek-v2": {"num_hidden_layers": 27, "kv_lora_rank": 256},
     "gemma4": {"num_hidden_layers": 6, "vocab_size_per_layer_input": 262},

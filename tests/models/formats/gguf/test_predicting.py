@@ -24,6 +24,7 @@ Tensors = dict[str, npt.NDArray[Any]]
 FAMILIES = {
     "glm4-moe": ("GLM4_MOE", "num_nextn_predict_layers"),
     "glm4-moe-lite": ("DEEPSEEK2", "num_nextn_predict_layers"),
+    "exaone-moe": ("EXAONE_MOE", "num_nextn_predict_layers"),
     "qwen3-next": ("QWEN3NEXT", "num_nextn_predict_layers"),
     "qwen3.5": ("QWEN35", "mtp_num_hidden_layers"),
     "qwen3.5-moe": ("QWEN35MOE", "mtp_num_hidden_layers"),
@@ -31,6 +32,8 @@ FAMILIES = {
 """Their names in gguf-py, and config.json's number of layers that predict."""
 NUMBERED = ("glm4-moe", "glm4-moe-lite")
 """Those whose layers that predict are numbered on; the others have a stack of them."""
+LIKE = {"exaone-moe": 0}
+"""Of those whose layers that predict have no experts: a layer without."""
 STACK = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "shared_head.norm": "norm"}
 TOKENS = [3, 17, 9, 30, 5]
 
@@ -48,6 +51,7 @@ def save(family: str, folder: Path, **changes: Any) -> tuple[Path, Path, Tensors
         config, tensors = dict(opened.config or {}), {name: opened.read(name) for name in opened.specs}
     layers, hidden = config["num_hidden_layers"], config["hidden_size"]
     full = max(int(match[1]) for name in tensors if (match := re.match(r"model\.layers\.(\d+)\.self_attn\.o_proj", name)))
+    full = LIKE.get(family, full)
     random = np.random.default_rng(5)
     start = f"model.layers.{full}."
     block = {name.removeprefix(start): values for name, values in tensors.items() if name.startswith(start)}
@@ -102,7 +106,7 @@ def test_they_are_written_as_llama_cpps_converter_does_and_come_back(family: str
     for module, here in ({name: name for name in (*STACK, "embed_tokens")} if family in NUMBERED else STACK).items():
         _, shape, data = written[f"{known.get_name(f'model.layers.{layers}.{module}')}.weight"]
         values = alone[f"{here}.weight"].astype(np.float32)
-        shift = 1 if family not in NUMBERED and "norm" in module else 0  # as Gemma's norms
+        shift = 1 if family.startswith("qwen") and "norm" in module else 0  # as Gemma's norms
         assert np.array_equal(np.frombuffer(data, "<f4").reshape(shape), values + np.float32(shift)), module
     with weightsmith.open_checkpoint(source) as here, weightsmith.open_checkpoint(path) as back:
         assert back.specs.keys() == here.specs.keys()
@@ -158,3 +162,11 @@ def test_incomplete_ones_are_left_out(family: str, tmp_path: Path) -> None:
     what = f"{len(added) - 1} tensors are left out: layers that predict several tokens at a time"
     assert any(what in str(warning) for warning in quantised.warnings)
     assert stored(tmp_path / "q" / "model.gguf") == stored(quantize(plain, tmp_path / "p"))
+
+
+def test_a_layer_that_predicts_with_experts_where_llama_cpp_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(LIKE, "exaone-moe")
+    _, source, added = save("exaone-moe", tmp_path)
+    plan = weightsmith.plan({"merge_method": "passthrough", "models": [{"model": str(source)}]}, quantize="gguf-f32")
+    assert {tensor.tensor for tensor in plan.dropped} == added.keys()
+    assert any("layers that predict several tokens" in str(warning) for warning in plan.warnings)

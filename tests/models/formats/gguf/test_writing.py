@@ -27,7 +27,17 @@ BF16 = DTYPES["BF16"]
 @pytest.mark.parametrize(
     "name",
     [
-        *("gguf-f32+1", "gguf-f16", "gguf-bf16/8", "gguf-q8_0", "gguf-q5_1/8", "gguf-q4_k", "gguf-iq4_nl", "gguf-f16*2"),
+        *(
+            "gguf-f32+1",
+            "gguf-f16",
+            "gguf-bf16/8",
+            "gguf-q8_0",
+            "gguf-q5_1/8",
+            "gguf-q4_k",
+            "gguf-iq4_nl",
+            "gguf-f16*2",
+            "gguf-q8_0~0.5",
+        ),
         *("gguf-256:q5_0[0-128]t,q4_k[128-256]", "gguf-32:f16[0-32,0+2]t,q8_0[0-32,1+2]t", "gguf-1:f32[0-1,0+2],bf16[0-1,1+2]"),
         "gguf-32:f16[0-32,0-16]t,q8_0[0-32,16-64]t",
         *("gguf-32+:q8_0[0-8]+[16-32],f16[8-16]", "gguf-32+:q8_0[0-8],q5_0[8-32]"),
@@ -87,6 +97,22 @@ def test_heads_are_reordered_as_llama_cpp_wants() -> None:
     assert order.tolist() == [0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15]
 
 
+def test_rows_are_multiplied_one_after_the_other() -> None:
+    rows = numbers(8, 32)
+    bands = np.float32([0.3] * 2 + [1.0] * 5 + [7.0])[:, None]
+    expected = rows * np.float32(0.7) * bands
+    spec = TensorSpec("w", BF16, rows.shape)
+    for first in (0, 3):
+        data = encoded("gguf-f32~0.7~2:0.3,5:1.0,1:7.0", spec, rows[first:], first=first).view(np.float32).reshape(-1, 32)
+        assert np.array_equal(data, expected[first:])
+    whole = encoded("gguf-q8_0/4~0.7", spec, rows)
+    assert whole.tobytes() == encoded("gguf-q8_0/4", spec, rows * np.float32(0.7)).tobytes()
+    encoding = find("gguf-f32~2:0.3,5:1.0")
+    assert encoding is not None
+    assert encoding.refusal(spec) == "its 8 rows are not 2 + 5"
+    assert "only rows of matrices are multiplied" in encoding.refusal(TensorSpec("w", BF16, (7,)))
+
+
 def test_each_expert_has_importances_of_its_own() -> None:
     rows, weights = numbers(12, 256), np.random.default_rng(1).uniform(0.1, 3, (3, 256)).astype(np.float32)
     spec = TensorSpec("experts", BF16, (3, 4, 256))
@@ -112,11 +138,22 @@ def test_pieces_are_tensors_of_their_own() -> None:
 
 
 def test_names() -> None:
-    for name in ("gguf-q4_k", "gguf-f32+1", "gguf-iq4_xs/128", "gguf-f16*3", "gguf-bf16*2@2"):
+    for name in ("gguf-q4_k", "gguf-f32+1", "gguf-iq4_xs/128", "gguf-f16*3", "gguf-bf16*2@2", "gguf-f32~0.1~2:1e-05,3:2.0"):
         encoding = find(name)
         assert encoding is not None
         assert encoding.name == name
-    for name in ("gguf-q9_k", "gguf-q4_k/0", "gguf-q4_k/1+2", "gguf-i32", "gguf-f64", "gguf-f16*1", "gguf-f16@2"):
+    for name in (
+        "gguf-q9_k",
+        "gguf-q4_k/0",
+        "gguf-q4_k/1+2",
+        "gguf-i32",
+        "gguf-f64",
+        "gguf-f16*1",
+        "gguf-f16@2",
+        "gguf-f32~",
+        "gguf-f32~0",
+        "gguf-f32~1.0,2.0",
+    ):
         with pytest.raises(UnknownName):
             find_encoding(name)
 

@@ -95,6 +95,9 @@ def open_gguf_adapter(path: Path, where: str, open_file: Opener = open_local) ->
     keys = header.keys
     _check_kind(keys, where)
     architecture = _architecture(header, where)
+    if architecture.multipliers:
+        what = f"an adapter of {show(architecture.name)}: its factors are multiplied by numbers of the base's config.json"
+        raise Unsupported(what, where=where, fix=f"use the adapter that it was made of, or {_MERGE}")
     stored: list[StoredBlocks] = []
     moved: list[MovedFactor] = []
     factors: list[GgufFactors] = []

@@ -629,7 +629,8 @@ def _encoded(stored: _Stored, kinds: Sequence[str], importances: Importances, mo
         shift, skipped = architecture.shift_of(spec.name), architecture.rows_skipped(spec.name, config)
         factored = kinds[0] == model.mixture.name == _FACTORED
         columns = architecture.columns_of(spec.name, config)
-        encoding = GgufEncoding(dtypes[0], head_rows, shift, decays, skipped=skipped, factored=factored, columns=columns)
+        rest: dict[str, Any] = {"factored": factored, "columns": columns, "times": architecture.times(spec.name, config)}
+        encoding = GgufEncoding(dtypes[0], head_rows, shift, decays, skipped=skipped, **rest)
     tables, weighted = list[Floats](), -1
     for part, kind in zip(stored.specs, kinds, strict=True):
         values = _importances(importances, part, kind, model.mixture) if TYPES[kind].block > 1 else None

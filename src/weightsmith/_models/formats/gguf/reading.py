@@ -262,6 +262,10 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
     if several := [name for name in tensors if predicts(name, layers)]:
         what = f"{len(several):,} tensors are left out: layers that predict several tokens at a time"
         notes = [*notes, Finding(what, several[0], fix="use the model as it is: it works without them")]
+    if architecture.multipliers:
+        what = "its weights are multiplied by numbers of the original's config.json, which llama.cpp does not know"
+        fix = "merge it with GGUF files alone, and apply no adapter of the original"
+        notes = [*notes, Finding(what, where, fix=fix)]
     other_files |= {"config.json": json_bytes(config), **pooling_files(first.keys, architecture.name)}
     whole = GgufTensors(stored, files, where, dtype)
     weights, padded = _moved(whole, architecture, GgufConfig(config), dtype, where)

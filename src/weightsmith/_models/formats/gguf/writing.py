@@ -7,6 +7,8 @@ Blocks of common types are encoded by kernels of our own, those of the others by
     gguf-f32+1     numbers, to which 1 is added: a norm of Gemma
     gguf-f32-exp   -exp of numbers: how fast the states of Qwen3.5's linear attention decay
     gguf-nvfp4-scaled  NVFP4 of rows divided by a number, which is a tensor of its own: `X.scale`
+    gguf-q8_0~0.5  rows that are multiplied by 0.5
+    gguf-q8_0~0.5~64:0.25,96:2.0  the same, and then the first 64 by 0.25, and the next 96 by 2
     gguf-f32:2     numbers without the first two rows
     gguf-f16*3     each third of the rows in a tensor of its own: q, k and v
     gguf-f16*2@2   each place along dimension 2 in a tensor of its own: the two frames of a convolution
@@ -59,9 +61,15 @@ _LARGEST_NVFP4 = np.float32(6 * 448)
 """The largest number of NVFP4 before it is multiplied."""
 _LARGEST_POWER = 88.7
 """The largest power of e that a float32 holds, rounded down."""
+_LARGEST_FACTOR = 3e38
 _NAME = re.compile(
     r"gguf-([a-z0-9_]+)(?:/([1-9][0-9]{0,5}))?(\+1|-exp|-scaled)?(?::([1-9][0-9]{0,3}))?(?:\*([2-9])(?:@([1-9]))?)?(?:=([1-9][0-9]{0,8}))?"
+    r"((?:~[0-9.e:,+-]{1,999}){0,3})"
 )
+_BAND = re.compile(r"(?:([1-9][0-9]{0,8}):)?([0-9.e+-]{1,30})")
+
+Multiplied = tuple[tuple[int, float], ...]
+"""Bands of rows and what each of them is multiplied by, the first rows first; 0 rows: all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +109,7 @@ class GgufEncoding(OneType):
     axis       dimension that is cut into pieces; other than 0, it has a place for each, and the pieces do not have it
     skipped    number of rows at the start that are left out
     columns    of the matrix that a vector is stored as; 0: it stays a vector
+    times      by what rows are multiplied, one after the other
     factored   whether rows are divided by a number, which a tensor of its own has, so that the largest scale of 16 elements is
                the largest of float8: NVFP4 alone
     """
@@ -113,6 +122,7 @@ class GgufEncoding(OneType):
     skipped: int = 0
     factored: bool = False
     columns: int = 0
+    times: tuple[Multiplied, ...] = ()
 
     @property
     def name(self) -> str:
@@ -122,7 +132,8 @@ class GgufEncoding(OneType):
         change = "+1" if self.shift else "-exp" if self.decays else "-scaled" if self.factored else ""
         change = change or (f":{self.skipped}" if self.skipped else "")
         columns = f"={self.columns}" if self.columns else ""
-        return f"{PREFIX}{self.dtype.name.lower()}{heads}{change}{pieces}{columns}"
+        times = "".join(f"~{','.join(f'{rows}:{by!r}' if rows else repr(by) for rows, by in bands)}" for bands in self.times)
+        return f"{PREFIX}{self.dtype.name.lower()}{heads}{change}{pieces}{columns}{times}"
 
     @property
     def importances(self) -> Importances:
@@ -159,7 +170,11 @@ class GgufEncoding(OneType):
             return "only NVFP4 has a number by which rows are divided"
         if self.columns and (len(spec.shape) != 1 or spec.shape[0] % self.columns or self.dtype.block > 1 or self.pieces > 1):
             return f"its shape {list(spec.shape)} is not one of a vector that becomes plain rows of {self.columns:,}"
-        changed = self.dtype.block > 1 or self.head_rows or self.shift or self.decays
+        if self.times and (len(spec.shape) != 2 or self.shift or self.decays or self.factored):
+            return f"its shape is {list(spec.shape)}, and only rows of matrices are multiplied"
+        if bands := next((b for b in self.times if b[0][0] and sum(rows for rows, _ in b) != spec.shape[0]), None):
+            return f"its {spec.shape[0]:,} rows are not {' + '.join(f'{rows:,}' for rows, _ in bands)}"
+        changed = self.dtype.block > 1 or self.head_rows or self.shift or self.decays or self.times
         if self.pieces > 1 and (changed or self.skipped):
             return "pieces are plain numbers"
         if self.skipped and (changed or len(spec.shape) < 2 or spec.shape[0] <= self.skipped):
@@ -208,6 +223,8 @@ class GgufEncoding(OneType):
             _plain(self.dtype, rows.reshape(spec.shape)[self.skipped :], outs[0])
             return
         n, cols = rows.shape
+        for bands in self.times:
+            rows = rows * _factors_of(bands, first_row, n)
         rows = to_llama_order(rows, self.head_rows)
         if self.shift:
             rows = rows + np.float32(self.shift)
@@ -242,6 +259,15 @@ class GgufEncoding(OneType):
         """The values of stored blocks."""
         values = dequantise(self.dtype, np.asarray(arrays[0]), math.prod(shape)).reshape(shape)
         return values * np.float32(arrays[1].reshape(-1)[0]) if self.factored else values
+
+
+def _factors_of(bands: Multiplied, first_row: int, count: int) -> Rows:
+    """By what `count` rows from `first_row` on are multiplied: float32 [count, 1], or [1, 1]."""
+    factors = np.array([by for _, by in bands], np.float32)
+    if bands[0][0]:
+        ends = np.cumsum([rows for rows, _ in bands])
+        factors = factors[np.searchsorted(ends, np.arange(first_row, first_row + count), "right")]
+    return factors[:, None]
 
 
 def _nvfp4(rows: Rows, largest: np.float32, out: Bytes, factors: Bytes) -> None:
@@ -300,6 +326,8 @@ def _check_finite(dtype: DType, spec: TensorSpec, rows: Rows, out: Bytes) -> Non
 def find(name: str) -> GgufEncoding | None:
     """The encoding of a name; None for a name that is none of them.
 
+    >>> find("gguf-f32~0.5~2:1.0,3:4.0").times
+    (((0, 0.5),), ((2, 1.0), (3, 4.0)))
     >>> find("gguf-f32+1").shift, find("gguf-q4_k/64").head_rows, find("gguf-q9_9")
     (1.0, 64, None)
     """
@@ -310,7 +338,22 @@ def find(name: str) -> GgufEncoding | None:
     shift, decays = 1.0 if match[3] == "+1" else 0.0, match[3] == "-exp"
     skipped, pieces, axis = int(match[4] or 0), int(match[5] or 1), int(match[6] or 0)
     factored, columns = match[3] == "-scaled", int(match[7] or 0)
-    return GgufEncoding(dtype, int(match[2] or 0), shift, decays, pieces, axis, skipped, factored, columns)
+    times = [_bands(text) for text in match[8].split("~")[1:]]
+    head_rows, known = int(match[2] or 0), tuple(bands for bands in times if bands)
+    encoding = GgufEncoding(dtype, head_rows, shift, decays, pieces, axis, skipped, factored, columns, known)
+    return encoding if len(known) == len(times) and encoding.name == name else None
+
+
+def _bands(text: str) -> Multiplied:
+    """What `Multiplied` says, of a name; () for what it does not say."""
+    matches = [_BAND.fullmatch(band) for band in text.split(",")]
+    try:
+        bands = tuple((int(match[1] or 0), float(match[2])) for match in matches if match is not None)
+    except ValueError:
+        return ()
+    whole = len(bands) == 1 and not bands[0][0]
+    finite = all(0 < abs(by) < _LARGEST_FACTOR for _, by in bands)
+    return bands if len(bands) == len(matches) and finite and (whole or all(rows for rows, _ in bands)) else ()
 
 
 # ---- ggml's blocks of numbers, and llama.cpp's order of rows

@@ -18,6 +18,7 @@ from weightsmith._models.formats.gguf.base.tensors import (
     NORM_BETWEEN,
     ROUTER,
     SHARED_EXPERT,
+    STACK_NAMES,
     WIDTH,
     Dimension,
     Predicting,
@@ -48,7 +49,6 @@ _SHAPES: Mapping[str, TensorShape] = {
     "attn_gate": (product_of(*_VALUES), WIDTH),
     "ssm_out": (WIDTH, product_of(*_VALUES)),
 }
-_MTP = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "shared_head.norm": "norm"}
 _SECTIONS = "rope.dimension_sections"
 
 
@@ -68,7 +68,7 @@ class DeltaNet(GgufArchitecture):
     shift = 1.0
     partial = 0.25
     numbers: ClassVar[tuple[GgufKey, ...]] = _NUMBERS
-    predicting: ClassVar[Predicting] = Predicting("mtp_num_hidden_layers", stack="mtp.", renamed=_MTP)
+    predicting: ClassVar[Predicting] = Predicting("mtp_num_hidden_layers", stack="mtp.", renamed=STACK_NAMES)
     sections: ClassVar[tuple[int, ...]] = ()
     tiled: ClassVar[bool] = False
 
@@ -156,7 +156,7 @@ class Qwen3Next(DeltaNet):
     experts = "num_experts"
     numbers = (*_NUMBERS, *EXPERT_WIDTHS)
     fixed = {"norm_topk_prob": True, **ALL_SPARSE}
-    predicting = Predicting("num_nextn_predict_layers", stack="mtp.", renamed=_MTP)
+    predicting = Predicting("num_nextn_predict_layers", stack="mtp.", renamed=STACK_NAMES)
 
 
 _APART = {

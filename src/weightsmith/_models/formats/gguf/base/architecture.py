@@ -49,6 +49,7 @@ from weightsmith._models.formats.gguf.layout import Value
 if TYPE_CHECKING:
     from weightsmith._models.formats.gguf.base.vision import VisionHalf
     from weightsmith._models.formats.gguf.cuts import HeadOrder
+    from weightsmith._models.formats.gguf.writing import Multiplied
 
 LAYER_NORM = ("attention.layer_norm_epsilon", "layer_norm_eps")
 """`GgufArchitecture.eps` of models with layer norms."""
@@ -61,6 +62,7 @@ NOT_ADDED = "biases that llama.cpp does not add"
 SIGMOID_ROUTER = {"expert_gating_func": 2}
 """`GgufArchitecture.constants` of models whose routers' scores are sigmoids."""
 
+_DENSE = "leading_dense_block_count"
 MOST_LAYERS = 100_000
 """More are an error."""
 _SIZES = {
@@ -160,6 +162,7 @@ class GgufArchitecture:
     layer         modules of a layer: llama.cpp's name → the Hub's, with `{}` for the number of an expert
     bare          tensors of a layer whose names are not a module's with `.weight` or `.bias`: llama.cpp's name → the Hub's
     splits        tensors of a layer that llama.cpp stores in parts
+    multipliers   settings by which llama.cpp has weights multiplied: its name of a module → the Hub's, one after the other
     in_keys       tensors of a layer with one number: the whole name of the key with those of all layers → the Hub's tensor
     ends          modules outside of the layers: llama.cpp's name → the Hub's
     shapes        of weights of a layer that llama.cpp loads, by its names
@@ -197,6 +200,7 @@ class GgufArchitecture:
     layer: ClassVar[Mapping[str, str]] = LLAMA_LAYER
     bare: ClassVar[Mapping[str, str]] = {}
     splits: ClassVar[tuple[SplitTensor, ...]] = ()
+    multipliers: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     in_keys: ClassVar[Mapping[str, KeyTensor]] = {}
     ends: ClassVar[Mapping[str, str]] = ENDS
     shapes: ClassVar[Mapping[str, TensorShape]] = LAYER_SHAPES
@@ -244,7 +248,14 @@ class GgufArchitecture:
 
     def complete(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """config.json with settings under their present names, and with defaults that are not in `defaults.json`."""
-        return config
+        kinds, setting = config.get("mlp_layer_types"), self._setting_of_dense_layers()
+        if not setting or not isinstance(kinds, list):
+            return config
+        return {**config, setting: next((i for i, kind in enumerate(kinds) if kind != "dense"), len(kinds))}
+
+    def _setting_of_dense_layers(self) -> str:
+        """config.json's number of layers before those with experts; "" if there is none."""
+        return next((number.setting for number in self.numbers if number.name == _DENSE), "")
 
     # ---- layers that predict
 
@@ -440,6 +451,16 @@ class GgufArchitecture:
             what = f"num_hidden_layers is {layers:,}, and there are tensors of {len(numbers):,} layers: "
             what += f"layer {other[0]:,} {'is not one of those' if other[0] >= layers else 'is missing'}"
             raise FormatError(what, where="config.json", fix="repair num_hidden_layers, or download the model again")
+        if setting := self._setting_of_dense_layers():
+            self._check_experts(config.count(setting, 0, least=0), setting, layers - self.predictors, shapes)
+
+    def _check_experts(self, dense: int, setting: str, layers: int, shapes: Container[str]) -> None:
+        """Raise FormatError if other layers than those behind the first `dense` ones have experts."""
+        for number in range(layers):
+            has_experts = f"blk.{number}.ffn_gate_inp.weight" in shapes
+            if has_experts != (number >= dense):
+                what = f"{setting} is {dense:,}, and layer {number:,} has {'' if has_experts else 'no '}experts"
+                raise FormatError(what, where="config.json", fix=f"repair {setting} or mlp_layer_types, or use another format")
 
     def check_sizes(self, config: GgufConfig, keys: Mapping[str, Value], shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise FormatError if a tensor of a planned GGUF file has another shape than its keys say, as llama.cpp does.
@@ -734,6 +755,12 @@ class GgufArchitecture:
     def rotated_heads(self, name: str, heads: int, kv_heads: int) -> int:
         """The number of heads whose rows are reordered in a tensor of a GGUF file; 0 if none are."""
         return {"attn_q": heads, "attn_k": kv_heads}.get(name.split(".")[-2], 0) if self.rotated else 0
+
+    def times(self, name: str, config: GgufConfig) -> tuple[Multiplied, ...]:
+        """By what rows of a tensor of a GGUF file are multiplied, one after the other. They are read as they are stored."""
+        settings = self.multipliers.get(name.removesuffix(".weight").rpartition(".")[2], ())
+        numbers = [config.number(setting, 1.0) for setting in settings]
+        return tuple(((0, number),) for number in numbers if number != 1)
 
     def rows_skipped(self, name: str, config: GgufConfig) -> int:
         """The number of rows at the start of a tensor that the GGUF file does not have."""

@@ -105,6 +105,8 @@ NEXTN = {
     **{"nextn.shared_head_norm": "shared_head.norm", "nextn.shared_head_head": "shared_head.head"},
 }
 """Modules that only layers that predict have."""
+STACK_NAMES = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "shared_head.norm": "norm"}
+"""`Predicting.renamed` of stacks with Qwen3-Next's names."""
 _NEEDED = ("nextn.eh_proj.weight", "nextn.enorm.weight", "nextn.hnorm.weight")
 
 

@@ -78,6 +78,11 @@ _DEEPSEEK3 = (
     "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
 )
 """Three splits, one after the other."""
+_EXAONE = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+"""Several words with single spaces between them are one piece."""
 
 _SPLITS = {
     (_LLAMA3,): "llama-bpe",
@@ -87,6 +92,7 @@ _SPLITS = {
     (_GPT4O,): "gpt-4o",
     (_SEED,): "seed-coder",
     _DEEPSEEK3: "deepseek-v3",
+    (_EXAONE,): "exaone-moe",
     (KIMI_SPLIT,): "kimi-k2",
 }
 _NAMES = {
@@ -98,6 +104,7 @@ _NAMES = {
     (_TEKKEN,): ["tekken"],
     (_SEED,): ["seed-coder"],
     _DEEPSEEK3: ["deepseek-v3", "hunyuan-dense", "joyai-llm"],
+    (_EXAONE,): ["exaone-moe"],
     (KIMI_SPLIT,): ["kimi-k2"],
     (_GPT4O,): "gpt-4o llama4 kanana2 talkie minimax-m2".split(),
 }

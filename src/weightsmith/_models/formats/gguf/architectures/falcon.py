@@ -1,0 +1,122 @@
+"""Falcon-H1, whose layers attend and have Mamba 2 side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from weightsmith._models.formats.gguf.base.architecture import Contents, GgufArchitecture, GgufFamily, GgufKey
+from weightsmith._models.formats.gguf.base.mamba import INNER, MAMBA_SHAPES, mamba_bare, mamba_flat, mamba_layer
+from weightsmith._models.formats.gguf.base.tensors import ATTENTION, LAYER_SHAPES
+from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufKeys, GgufValues
+
+if TYPE_CHECKING:
+    from weightsmith._models.formats.gguf.writing import Multiplied
+
+_INNER, _HEADS = "mamba_d_ssm", "mamba_n_heads"
+_NO_LIMIT = (None, [0, math.inf], [0, {"__float__": "Infinity"}])
+_MLP, _MAMBA = "mlp_multipliers", "ssm_multipliers"
+
+
+def _inner(config: GgufConfig) -> int:
+    return config.count(_INNER)
+
+
+def _several(config: GgufConfig, name: str, count: int) -> list[float]:
+    """A list of multipliers. Raises FormatError."""
+    numbers = config.numbers(name, {name: config.get(name, [1.0] * count)}).tolist()
+    if len(numbers) != count:
+        raise config.wrong(name, config.get(name), f"and not {count} numbers")
+    return [float(number) for number in config.get(name, numbers)]
+
+
+class FalconH1(GgufArchitecture):
+    """Falcon-H1."""
+
+    name = "falcon-h1"
+    class_name = "FalconH1ForCausalLM"
+    model_types = ("falcon_h1",)
+    layer = {
+        **{**ATTENTION, **mamba_layer("mamba")},
+        **{f"ffn_{role}": f"feed_forward.{role}_proj" for role in ("gate", "up", "down")},
+    }
+    bare: ClassVar[Mapping[str, str]] = {**mamba_bare("mamba"), "ffn_norm": "pre_ff_layernorm.weight"}
+    ends = {"token_embd": "model.embed_tokens", "output_norm": "model.final_layernorm", "output": "lm_head"}
+    shapes = {**LAYER_SHAPES, **MAMBA_SHAPES}
+    setting_names: ClassVar[Mapping[str, str]] = {INNER: _INNER}
+    numbers: ClassVar[tuple[GgufKey, ...]] = (
+        GgufKey("ssm.conv_kernel", "mamba_d_conv"),
+        GgufKey("ssm.state_size", "mamba_d_state"),
+        GgufKey("ssm.group_count", "mamba_n_groups"),
+        GgufKey("ssm.time_step_rank", _HEADS),
+        GgufKey(INNER, _INNER),
+    )
+    fixed: ClassVar[Mapping[str, Any]] = {
+        **{"attention_bias": False, "mlp_bias": False, "projectors_bias": False, "mamba_proj_bias": False},
+        "mamba_conv_bias": True,
+    }
+    multipliers: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **{"token_embd": ("embedding_multiplier",), "output": ("lm_head_multiplier",)},
+        **{"attn_q": ("attention_in_multiplier",), "attn_k": ("key_multiplier", "attention_in_multiplier")},
+        **{"attn_v": ("attention_in_multiplier",), "attn_output": ("attention_out_multiplier",)},
+        **{"ssm_in": ("ssm_in_multiplier",), "ssm_out": ("ssm_out_multiplier",)},
+    }
+    flat = mamba_flat(_inner, "mamba_n_groups")
+
+    def complete(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The width of Mamba follows from that of the model where config.json has null for it."""
+        expand, width = config.get("mamba_expand", 2), config.get("hidden_size")
+        if config.get(_INNER, 0) is not None or not isinstance(expand, int) or not isinstance(width, int):
+            return config
+        return {**config, _INNER: expand * width}
+
+    # ---- keys from config.json
+
+    def check(self, config: GgufConfig) -> None:
+        super().check(config)
+        limit = config.get("time_step_limit")
+        config.need("time_step_limit", None if limit in _NO_LIMIT else limit, None)
+        if config.get("mamba_rms_norm", False):
+            config.need("mamba_norm_before_gate", config.get("mamba_norm_before_gate", True), False)
+        if config.get("mamba_d_head", "auto") != "auto":
+            config.need(f"{_HEADS} * mamba_d_head", config.count(_HEADS) * config.count("mamba_d_head"), _inner(config))
+        if config.get("tie_word_embeddings"):  # the head has the multiplier of the embedding then
+            embedding, head = (config.number(name, 1.0) for name in ("embedding_multiplier", "lm_head_multiplier"))
+            config.need("lm_head_multiplier", head, embedding)
+
+    def put_more(self, config: GgufConfig, keys: GgufKeys) -> None:
+        keys.u32("vocab_size", config.count("vocab_size"))
+
+    # ---- config.json from the keys
+
+    def take_more(self, values: GgufValues, config: dict[str, Any], contents: Contents) -> None:
+        inner, heads = config[_INNER], config[_HEADS]
+        if inner % heads:
+            raise values.wrong(INNER, inner, f"and not a multiple of {heads:,} heads")
+        config["mamba_d_head"] = inner // heads
+        config["mamba_rms_norm"], config["mamba_norm_before_gate"] = "blk.0.ssm_norm.weight" in contents.shapes, False
+        config |= {name: 1.0 for names in self.multipliers.values() for name in names}  # the weights have them
+        config |= {_MLP: [1.0] * 2, _MAMBA: [1.0] * 5}
+
+    # ---- tensors
+
+    def times(self, name: str, config: GgufConfig) -> tuple[Multiplied, ...]:
+        """As in `GgufArchitecture`.
+
+        >>> multipliers = {"ssm_in_multiplier": 0.5, "ssm_multipliers": [1.0, 0.5, 0.25, 2.0, 4.0]}
+        >>> sizes = {"mamba_d_ssm": 32, "mamba_n_groups": 1, "mamba_d_state": 4, "mamba_n_heads": 2}
+        >>> FalconH1().times("blk.0.ssm_in.weight", GgufConfig({**multipliers, **sizes}))
+        (((0, 0.5),), ((32, 1.0), (32, 0.5), (4, 0.25), (4, 2.0), (2, 4.0)))
+        """
+        module = name.removesuffix(".weight").rpartition(".")[2]
+        bands: Multiplied = ()
+        if module in ("ffn_gate", "ffn_down"):
+            bands = ((0, _several(config, _MLP, 2)[module == "ffn_down"]),)
+        elif module == "ssm_in":
+            inner, states = _inner(config), config.count("mamba_n_groups") * config.count("mamba_d_state")
+            bands = tuple(zip((inner, inner, states, states, config.count(_HEADS)), _several(config, _MAMBA, 5), strict=True))
+        return (*super().times(name, config), *([bands] if any(by != 1 for _, by in bands) else ()))
+
+
+FAMILY = GgufFamily((FalconH1(),))

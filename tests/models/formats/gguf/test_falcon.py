@@ -1,0 +1,96 @@
+"""Falcon-H1, whose weights llama.cpp has multiplied by numbers of config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import weightsmith
+from tests import zoo
+from tests.gguf_help import BYTE_LEVEL, tokenizer_files
+from weightsmith._base.errors import PlanError
+from weightsmith._models.formats.gguf.header import read_gguf_header
+
+
+def saved(name: str, folder: Path, **changes: Any) -> Path:
+    source = zoo.save(name, folder, 1, **{"vocab_size": 262, "dtype": "float32", **changes})
+    for file, content in tokenizer_files(BYTE_LEVEL).items():
+        (source / file).write_bytes(content)
+    return source
+
+
+def changed(folder: Path, changes: dict[str, Any]) -> Path:
+    config = {**json.loads((folder / "config.json").read_text()), **changes}
+    (folder / "config.json").write_text(json.dumps({name: value for name, value in config.items() if value != ...}))
+    return folder
+
+
+def quantize(source: Path, out: Path, name: str = "f32") -> Path:
+    weightsmith.quantize(source, out, f"gguf-{name}", progress=False)
+    return out / "model.gguf"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"mamba_rms_norm": True, "mamba_norm_before_gate": False}, {"tie_word_embeddings": True, "lm_head_multiplier": 3.0}],
+)
+def test_the_multiplied_model_computes_the_same(changes: dict[str, Any], tmp_path: Path) -> None:
+    import torch
+
+    source = saved("falcon-h1", tmp_path / "m", **changes)
+    path = quantize(source, tmp_path / "q")
+    with weightsmith.open_checkpoint(path) as opened:
+        assert any("multiplied by numbers of the original's config.json" in str(note) for note in opened.notes)
+    weightsmith.dequantize(path, tmp_path / "back", out_dtype="float32", progress=False)
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert (config["key_multiplier"], config["ssm_multipliers"], config["mlp_multipliers"]) == (1.0, [1.0] * 5, [1.0] * 2)
+    (there, missing), (back, also_missing) = (zoo.load("falcon-h1", folder) for folder in (source, tmp_path / "back"))
+    assert not any([*missing.values(), *also_missing.values()])
+    with torch.inference_mode():
+        one, other = (model(torch.arange(40)[None]).logits.numpy() for model in (there, back))
+    assert np.abs(one - other).max() < 1e-5 * np.abs(one).max()
+
+
+def test_the_width_of_mamba_where_config_json_has_null(tmp_path: Path) -> None:
+    source = saved("falcon-h1", tmp_path / "m", mamba_d_ssm=None, mamba_d_head=16, mamba_expand=2)
+    keys = read_gguf_header(quantize(source, tmp_path / "q")).keys
+    assert keys["falcon-h1.ssm.inner_size"] == 64
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mamba_rms_norm": True}, "mamba_norm_before_gate is True, and llama.cpp takes False for granted"),
+        ({"mamba_conv_bias": False}, "mamba_conv_bias is False, and llama.cpp takes True"),
+        ({"mlp_bias": True}, "mlp_bias is True"),
+        ({"projectors_bias": True}, "projectors_bias is True"),
+        ({"mamba_d_head": 8}, r"mamba_n_heads \* mamba_d_head is 32, and llama.cpp takes 48"),
+        ({"time_step_limit": [0.0, 1.0]}, r"time_step_limit is \[0.0, 1.0\]"),
+        ({"tie_word_embeddings": True}, "lm_head_multiplier is 0.25, and llama.cpp takes 3.0 for granted"),
+        ({"ssm_multipliers": [1.0, 2.0]}, r"ssm_multipliers is \[1.0, 2.0\], and not 5 numbers"),
+        ({"mlp_multipliers": [0.0, 2.0]}, "mlp_multipliers is 0.0, and not a positive number"),
+        ({"key_multiplier": "x"}, "key_multiplier is 'x', and not a positive number"),
+        ({"mamba_d_state": 5}, r"in_proj.weight: 2 \* mamba_d_ssm \+ 2 \* mamba_n_groups \* mamba_d_state"),
+        ({"num_attention_heads": 8}, "num_attention_heads"),
+    ],
+)
+def test_settings_that_llama_cpp_does_not_have(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    source = changed(saved("falcon-h1", tmp_path / "m"), changes)
+    with pytest.raises(PlanError, match=words):
+        quantize(source, tmp_path / "q")
+
+
+def test_an_adapter_file_does_not_say_what_its_factors_are_multiplied_by(tmp_path: Path) -> None:
+    from tests.features.adapters.test_convert import converted, normal, peft_folder
+
+    source = saved("falcon-h1", tmp_path / "m")
+    module = "base_model.model.model.layers.0.self_attn.q_proj"
+    pair = {f"{module}.lora_A.weight": normal(4, 32), f"{module}.lora_B.weight": normal(32, 4)}
+    path = converted(peft_folder(tmp_path / "adapter", pair), tmp_path / "out", base=str(source))
+    with pytest.raises(weightsmith.WeightsmithError, match="its factors are multiplied by numbers of"):
+        weightsmith.plan({"merge_method": "passthrough", "models": [{"model": f"{source}+{path}"}]})
