@@ -264,6 +264,7 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**MOE, "num_hidden_layers": 5, "num_dense_layers": 1, "num_shared_experts": 2, "route_scale": 2.5}
         | {"sliding_window": 8, "mup_enabled": True},
     ),
+    "hunyuan-moe": ("HunYuanMoEV1ForCausalLM", "HunYuanMoEV1Config", {**HEADS, "num_experts": 4, "moe_topk": 2}),
     "exaone-moe": (
         "ExaoneMoeForCausalLM",
         "ExaoneMoeConfig",

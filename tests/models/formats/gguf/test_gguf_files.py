@@ -245,6 +245,7 @@ FAMILIES = {
     "minimax-m2": "MINIMAXM2",
     "afmoe": "AFMOE",
     "exaone-moe": "EXAONE_MOE",
+    "hunyuan-moe": "HUNYUAN_MOE",
 }
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
 GRANITE = {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
@@ -276,12 +277,13 @@ OWN: dict[str, dict[str, Any]] = {
 }
 SHIFTED = ("gemma", "gemma2", "gemma3-text", "qwen3-next", "qwen3.5", "qwen3.5-moe")
 IN_PARTS = ("deepseek-v3", "granite-moe-shared", "qwen3-next", "gpt-oss", "granite-hybrid-moe", "nemotron-h", "falcon-h1")
+ALPHA = {"rope_parameters": {"rope_type": "dynamic", "alpha": 1000.0, "rope_theta": 10000.0, "factor": 1.0}}
 WRITTEN_OTHERWISE: dict[str, dict[str, Any]] = {
     "falcon-h1": zoo.FALCON_H1_MULTIPLIERS,
     "lfm2": {"block_auto_adjust_ff_dim": True, "block_multiple_of": 24},
     "gemma4": {"vocab_size_per_layer_input": 262},
     "qwen3.5": {"linear_num_value_heads": 6},
-    "hunyuan-dense": {"rope_parameters": {"rope_type": "dynamic", "alpha": 1000.0, "rope_theta": 10000.0, "factor": 1.0}},
+    **{name: ALPHA for name in ("hunyuan-dense", "hunyuan-moe")},
 }
 """Settings that come back as others with the same effect."""
 
@@ -1334,7 +1336,7 @@ def test_llama_cpp_stores_the_same_bytes(mixture: str, weighted: bool, tmp_path:
 
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 9}
 EXPERTS = (
-    *("afmoe", "exaone-moe"),
+    *("afmoe", "exaone-moe", "hunyuan-moe"),
     *("dots1", "glm4-moe", "deepseek-v2", "deepseek-v3", "granite-moe-shared", "ernie4-5-moe", "lfm2-moe"),
     *("qwen3-next", "qwen3.5-moe", "gpt-oss", "gemma4", "gemma4-moe", "granite-hybrid", "granite-hybrid-moe"),
     *("nemotron-h", "nemotron-h-moe", "falcon-h1", "jamba", "kimi-linear"),

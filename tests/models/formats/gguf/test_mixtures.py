@@ -50,6 +50,11 @@ def written(name: str, folder: Path, **changes: Any) -> Path:
         ("exaone-moe", {"sliding_window": None, "layer_types": ["full_attention"] * 5}, "sliding_window is missing"),
         ("exaone-moe", {"mlp_layer_types": ["sparse"] * 5}, "first_k_dense_replace is 0, and layer 0 has no experts"),
         ("exaone-moe", {"num_shared_experts": 3}, r"num_shared_experts \* moe_intermediate_size is 48"),
+        ("hunyuan-moe", {"moe_topk": [2, 1]}, r"moe_topk is \[2, 1\], not a positive whole number"),
+        ("hunyuan-moe", {"moe_intermediate_size": 24}, "moe_intermediate_size is 24, and llama.cpp takes 48 for granted"),
+        ("hunyuan-moe", {"num_shared_expert": [2, 2]}, "num_shared_expert is 2, and llama.cpp takes 1 for granted"),
+        ("hunyuan-moe", {"use_cla": True}, "use_cla is True, and llama.cpp takes False for granted"),
+        ("hunyuan-moe", {"norm_topk_prob": False}, "norm_topk_prob is False, and llama.cpp takes True for granted"),
     ],
 )
 def test_settings_that_llama_cpp_does_not_have(name: str, changes: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -119,3 +124,10 @@ def test_llama_cpp_splits_text_as_k_exaone_does(tmp_path: Path) -> None:
     with llama_cpp.Judge(tmp_path / "q" / "model.gguf") as judge:
         for text in texts[:1000]:
             assert judge.tokens(text) == trained.encode(text, add_special_tokens=False).ids, text
+
+
+def test_numbers_that_hunyuan_lists_for_each_layer(tmp_path: Path) -> None:
+    plain = read_gguf_header(written("hunyuan-moe", tmp_path / "plain")).keys
+    listed = {"num_experts": [4, 4], "moe_topk": [2, 2], "moe_intermediate_size": [48, 48], "num_shared_expert": [1, 1]}
+    keys = read_gguf_header(written("hunyuan-moe", tmp_path / "listed", **listed)).keys
+    assert {name: str(value) for name, value in keys.items()} == {name: str(value) for name, value in plain.items()}
