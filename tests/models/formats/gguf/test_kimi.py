@@ -15,6 +15,7 @@ import weightsmith
 from tests import llama_cpp, zoo
 from tests.gguf_help import BYTE_LEVEL, stored, tokenizer_files
 from tests.llama_cpp import needs_llama_cpp
+from tests.mini import write_checkpoint
 from weightsmith._base.errors import PlanError
 from weightsmith._models.formats.gguf.header import read_gguf_header
 
@@ -42,16 +43,15 @@ def published(folder: Path) -> Path:
     dense = config.pop("mlp_layer_types").count("dense")
     config |= {"linear_attn_config": linear, "first_k_dense_replace": dense, "moe_layer_freq": 1, "use_grouped_topk": True}
     config |= {"moe_router_activation_func": "sigmoid", "mla_use_nope": True, "rope_theta": 10000.0, "rope_scaling": None}
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = load_file(folder / "model.safetensors")
+    with weightsmith.open_checkpoint(folder) as checkpoint:
+        tensors = {name: checkpoint.read(name) for name in checkpoint.specs}
     starts = tuple(f"model.layers.{i}." for i in range(dense))
     plain = {
         name.replace(".block_sparse_moe.", ".mlp.") if name.startswith(starts) else name: values
         for name, values in tensors.items()
     }
     assert plain.keys() != tensors.keys()
-    save_file(plain, folder / "model.safetensors", {"format": "pt"})
-    return folder
+    return write_checkpoint(folder, plain, config)
 
 
 def quantize(source: Path, out: Path, name: str = "f32") -> Path:
