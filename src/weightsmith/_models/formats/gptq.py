@@ -15,8 +15,8 @@ them. Codes are rounded to nearest, in float32, over the scale as stored. g_idx 
 mlx-lm would take GPTQ's codes for AWQ's if it were not there. A calibration narrows the ranges of groups where this makes the
 output's error smaller.
 
-**Error,** without a calibration. For every finite x of a group with scale s, |(code - zero) · s - x| ≤ 0.53 · s with 4 bits, and ≤ s with 8: half a
-step, and more only for the largest positive elements, which lie beyond the largest code.
+**Error,** without a calibration. For every finite x of a group with scale s, |(code - zero) · s - x| ≤ 0.53 · s with 4 bits,
+and ≤ s with 8: half a step, and more only for the largest positive elements, which lie beyond the largest code.
 """
 
 from __future__ import annotations
