@@ -253,6 +253,12 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         | {"sliding_window": 8, "mup_enabled": True},
     ),
     "hunyuan-moe": ("HunYuanMoEV1ForCausalLM", "HunYuanMoEV1Config", {**HEADS, "num_experts": 4, "moe_topk": 2}),
+    "glm-dsa": (
+        "GlmMoeDsaForCausalLM",
+        "GlmMoeDsaConfig",
+        {**DEEPSEEK, "num_hidden_layers": 3, "n_shared_experts": 2, "routed_scaling_factor": 2.5, "q_lora_rank": 16}
+        | {"index_topk": 8, "index_head_dim": 64, "index_n_heads": 32, "indexer_types": ["full", "shared", "full"]},
+    ),
     "exaone-moe": (
         "ExaoneMoeForCausalLM",
         "ExaoneMoeConfig",
