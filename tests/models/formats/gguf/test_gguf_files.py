@@ -214,6 +214,9 @@ FAMILIES = {
     "nemotron": "NEMOTRON",
     "arcee": "ARCEE",
     "falcon-h1": "FALCON_H1",
+    "falcon": "FALCON",
+    "falcon-11b": "FALCON",
+    "falcon-40b": "FALCON",
     "jamba": "JAMBA",
     "apertus": "APERTUS",
     "ministral3": "MISTRAL3",
@@ -257,6 +260,8 @@ OWN: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen3-moe": {"norm_topk_prob": True, "intermediate_size": 64},
     "smollm3": {"num_hidden_layers": 5},
+    "falcon": {"num_kv_heads": 1},
+    "falcon-11b": {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}, "ffn_hidden_size": 80},
     "jamba": {"num_hidden_layers": 6, "attn_layer_period": 3, "use_mamba_kernels": True},
     "falcon-h1": dict.fromkeys(zoo.FALCON_H1_MULTIPLIERS, 1.0)
     | {"mlp_multipliers": [1.0] * 2, "ssm_multipliers": [1.0] * 5}
@@ -280,6 +285,7 @@ IN_PARTS = ("deepseek-v3", "granite-moe-shared", "qwen3-next", "gpt-oss", "grani
 ALPHA = {"rope_parameters": {"rope_type": "dynamic", "alpha": 1000.0, "rope_theta": 10000.0, "factor": 1.0}}
 WRITTEN_OTHERWISE: dict[str, dict[str, Any]] = {
     "falcon-h1": zoo.FALCON_H1_MULTIPLIERS,
+    "falcon": {"multi_query": False, "num_kv_heads": 4},
     "lfm2": {"block_auto_adjust_ff_dim": True, "block_multiple_of": 24},
     "gemma4": {"vocab_size_per_layer_input": 262},
     "qwen3.5": {"linear_num_value_heads": 6},
