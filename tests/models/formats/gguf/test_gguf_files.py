@@ -1339,7 +1339,7 @@ EXPERTS = (
     *("afmoe", "exaone-moe", "hunyuan-moe"),
     *("dots1", "glm4-moe", "deepseek-v2", "deepseek-v3", "granite-moe-shared", "ernie4-5-moe", "lfm2-moe"),
     *("qwen3-next", "qwen3.5-moe", "gpt-oss", "gemma4", "gemma4-moe", "granite-hybrid", "granite-hybrid-moe"),
-    *("nemotron-h", "nemotron-h-moe", "falcon-h1", "jamba"),
+    *("nemotron-h", "nemotron-h-moe", "falcon-h1", "jamba", "kimi-linear"),
 )
 MIXERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 GRANITE_9 = {"layer_types": ["attention" if i in (2, 5, 6) else "mamba" for i in range(9)], "mamba_d_head": 128}
@@ -1348,6 +1348,8 @@ WIDE_TOO: dict[str, dict[str, Any]] = {
     "nemotron-h": NEMOTRON_9 | {"layer_types": [MIXERS[letter] for letter in "M-*-MM-*-"]},
     "nemotron-h-moe": NEMOTRON_9 | {"layer_types": [MIXERS[letter] for letter in "MEMEM*EME"]},
     **dict.fromkeys(("granite-hybrid", "granite-hybrid-moe"), GRANITE_9 | {"shared_intermediate_size": 256}),
+    "kimi-linear": {"layer_types": ["full_attention" if i in (2, 5, 6) else "linear_attention" for i in range(9)]}
+    | {"kv_lora_rank": 256, "linear_head_dim": 64, "qk_nope_head_dim": 256},
     "jamba": {"attn_layer_period": 4, "attn_layer_offset": 2, "mamba_dt_rank": 256},
     "falcon-h1": {"head_dim": 64, "mamba_d_ssm": 256, "mamba_d_head": 64},
     "lfm2-moe": {"num_hidden_layers": 9, "layer_types": ["full_attention" if i in (3, 4, 6) else "conv" for i in range(9)]},

@@ -76,7 +76,10 @@ _FALLBACK = {
 }
 """Where the rows are no multiple of 256, or of 64."""
 
-_PLAIN = (".ssm_conv1d.weight", ".shortconv.conv.weight", "position_embd.weight", "token_types.weight")
+_PLAIN = (
+    *(".ssm_conv1d.weight", ".ssm_conv1d_q.weight", ".ssm_conv1d_k.weight", ".ssm_conv1d_v.weight", ".shortconv.conv.weight"),
+    *("position_embd.weight", "token_types.weight"),
+)
 """Endings of the names of weights that llama.cpp leaves unquantised, besides vectors, norms and routers."""
 
 _KEPT = "per_layer_model_proj.weight"
