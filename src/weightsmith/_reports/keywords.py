@@ -35,6 +35,7 @@ class QuantizeKeywords(TypedDict, total=False):
     calibration_rows: int | None
     calibration_tokens: int | None
     calibration_dtype: str | None
+    awq_scales: bool
     measure: str | None
     measurement: str | os.PathLike[str] | None
     uniform: bool

@@ -283,6 +283,26 @@ def test_a_cache_changes_no_weight(calibration: bool, llama: Path, tmp_path: Pat
         np.testing.assert_array_equal(array, with_cache[name], name)
 
 
+@pytest.mark.slow
+def test_a_calibrated_cache_holds_what_the_quantised_model_computes(tmp_path: Path) -> None:
+    """Its values are scaled, and the keys and values of layer 1 follow from the quantised layer 0."""
+    model = save_model(tmp_path / "m", "qwen2")
+    tensors = load_file(model / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("v_proj.bias"):
+            tensor += (torch.arange(len(tensor)) % 16 == 3) * 12
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    quantize_settings = given_for(tmp_path, kv_cache="fp8", group_size=32)
+    out = quantise(model, tmp_path / "out", quantize_settings, name="w4a16").out
+    weightsmith.dequantize(out, tmp_path / "plain", out_dtype="float32", progress=False)
+    stored, seen = tensors_of(out), Seen(tmp_path / "plain", rows_for(quantize_settings, model))
+    plain = Seen(model, rows_for(quantize_settings, model))
+    for layer, both in enumerate(seen.cached):
+        assert plain.cached[layer][1] > 1.2 * both[1]
+        for part, largest in zip("kv", both, strict=True):
+            assert_nearest(stored[f"model.layers.{layer}.self_attn.{part}_scale"], largest)
+
+
 # ---- reading
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import shutil
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,10 +30,12 @@ from tests.calibration_help import (
     save_model,
     settings,
 )
+from tests.fork_help import Forked
 from weightsmith._activations.decoder import Base, spread
 from weightsmith._activations.decoder.channels import scalable
 from weightsmith._activations.decoder.forward import Decoder, Layer, build
 from weightsmith._activations.running import LayerRows
+from weightsmith._base.errors import PlanError
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._engine.products import find_kind
 from weightsmith._execution.options import RunOptions
@@ -42,7 +48,7 @@ from weightsmith._features.quantisation.calibration.scaling import (
     stored_quotient,
 )
 from weightsmith._features.quantisation.options import QuantizeSettings
-from weightsmith._models.formats.awq import Awq
+from weightsmith._models.formats import find_encoding
 from weightsmith._models.structure.projections import role_of
 
 OTHERS: dict[str, Any] = {
@@ -200,36 +206,74 @@ def error_of(model: Path, out: Path) -> float:
     return float((actual - expected).norm() / expected.norm())
 
 
-def test_scales_make_the_error_smaller_and_change_norms_and_biases(
-    uneven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scaled = quantise(uneven, tmp_path / "scaled", options_of(tmp_path), name="awq-4bit")
+@pytest.mark.parametrize("name", ["awq-4bit", "w4a16"])
+def test_scales_make_the_error_smaller_and_change_norms_and_biases(name: str, uneven: Path, tmp_path: Path) -> None:
+    scaled = quantise(uneven, tmp_path / "scaled", options_of(tmp_path), name=name)
     assert not [finding for finding in scaled.plan.warnings if "no AWQ scales" in finding.what]
     plain, stored = (load_file(folder / "model.safetensors") for folder in (uneven, tmp_path / "scaled"))
-    same = {name for name, tensor in plain.items() if name in stored and torch.equal(tensor, stored[name])}
+    same = {tensor for tensor in plain if tensor in stored and torch.equal(plain[tensor], stored[tensor])}
     assert same == {"model.embed_tokens.weight", "model.norm.weight"} | {
         f"model.layers.{layer}.self_attn.{part}_proj.bias" for layer in range(2) for part in "qk"
     }
-    monkeypatch.setattr(Awq, "scaled", False)
-    quantise(uneven, tmp_path / "unscaled", options_of(tmp_path), name="awq-4bit")
-    errors = [error_of(uneven, tmp_path / name) for name in ("scaled", "unscaled")]
+    unscaled = quantise(uneven, tmp_path / "unscaled", replace(options_of(tmp_path), awq_scales=False), name=name)
+    assert not [finding for finding in unscaled.plan.warnings if "no AWQ scales" in finding.what]
+    stored = load_file(tmp_path / "unscaled" / "model.safetensors")
+    assert all(torch.equal(plain[tensor], stored[tensor]) for tensor in plain if tensor in stored)
+    errors = [error_of(uneven, tmp_path / folder) for folder in ("scaled", "unscaled")]
     assert errors[0] < 0.8 * errors[1], errors
 
 
 @pytest.mark.matrix
-def test_the_bytes_depend_on_nothing_but_the_work(uneven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither on threads, nor on an interruption, nor on the memory for sums."""
-    whole = quantise(uneven, tmp_path / "a", options_of(tmp_path), threads=1, name="awq-4bit").out
+@pytest.mark.parametrize("name", ["awq-4bit", "w4a16"])
+def test_the_bytes_depend_on_nothing_but_the_work(
+    name: str, uneven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither on threads, nor on an interruption, nor on the memory for sums.
+
+    No golden case has them: torch multiplies in another order on processors with other instructions, and codes differ then.
+    """
+    whole = quantise(uneven, tmp_path / "a", options_of(tmp_path), threads=1, name=name).out
     with interrupted(monkeypatch, "layer 1"):
-        quantise(uneven, tmp_path / "b", options_of(tmp_path), name="awq-4bit")
-    resumed = quantise(uneven, tmp_path / "b", options_of(tmp_path), threads=3, name="awq-4bit").out
+        quantise(uneven, tmp_path / "b", options_of(tmp_path), name=name)
+    resumed = quantise(uneven, tmp_path / "b", options_of(tmp_path), threads=3, name=name).out
     assert (resumed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
-    with prepared_for(uneven, options_of(tmp_path), "awq-4bit") as prepared:
+    with prepared_for(uneven, options_of(tmp_path), name) as prepared:
         runs = []
         for memory in (None, 40_000):
             output = captured(prepared, prepared.plan.products, memory)
             runs.append({name: [array.tobytes() for array in arrays] for name, arrays in output.arrays.items()})
         assert runs[0] == runs[1]
+
+
+@pytest.mark.process
+@pytest.mark.cpu
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [4, pytest.param(60, marks=pytest.mark.sweep)])
+def test_killed_at_random_moments_it_gives_the_same_bytes(kills: int, uneven: Path, tmp_path: Path) -> None:
+    """Each run goes on with what the last one left, and is killed in its turn."""
+
+    def start(name: str) -> Forked:
+        return Forked(lambda: quantise(uneven, tmp_path / name, options_of(tmp_path), name="awq-4bit"))
+
+    began, moments, codes = time.monotonic(), random.Random(kills), list[int]()
+    ran = start("whole").wait()
+    assert ran.code == 0, ran.err
+    seconds, whole = time.monotonic() - began, (tmp_path / "whole" / "model.safetensors").read_bytes()
+    out = tmp_path / "out" / "model.safetensors"
+    for _ in range(kills):
+        run = start("out")
+        time.sleep(moments.uniform(0, seconds))
+        run.kill()
+        ran = run.wait()
+        assert ran.code in (0, -signal.SIGKILL), ran.err
+        codes.append(ran.code)
+        if out.exists():  # it was too late; the next one begins again
+            assert out.read_bytes() == whole
+            shutil.rmtree(out.parent)
+    ran = start("out").wait()
+    assert ran.code == 0, ran.err
+    assert out.read_bytes() == whole
+    assert -signal.SIGKILL in codes
 
 
 def test_the_plan_counts_weights_without_scales_and_tensors_that_change(tmp_path: Path) -> None:
@@ -286,12 +330,84 @@ def test_a_weight_that_is_not_quantised_keeps_features_from_being_scaled_apart(
     assert torch.equal(stored[norm].float() * ratios, before[norm].float())
 
 
+def test_features_that_a_weight_in_another_format_reads_are_not_scaled(uneven: Path, tmp_path: Path) -> None:
+    """Its codes are those of the plain weight."""
+    chosen = replace(options_of(tmp_path), tensor_types=("(k_proj|up_proj)=fp8-dynamic", "down_proj=w8a16-g32"))
+    out = quantise(uneven, tmp_path / "out", chosen, name="w4a16").out
+    weightsmith.quantize(uneven, tmp_path / "rounded", "fp8-dynamic", progress=False)
+    plain, stored, rounded = (load_file(folder / "model.safetensors") for folder in (uneven, out, tmp_path / "rounded"))
+    for layer in range(2):
+        parts = [f"model.layers.{layer}.{part}.weight" for part in ("self_attn.k_proj", "mlp.up_proj")]
+        for name in [*parts, *(f"{part}_scale" for part in parts)]:
+            assert torch.equal(stored[name].view(torch.uint8), rounded[name].view(torch.uint8)), name
+        for norm in ("input", "post_attention"):
+            name = f"model.layers.{layer}.{norm}_layernorm.weight"
+            assert torch.equal(stored[name], plain[name])
+        bias = f"model.layers.{layer}.self_attn.v_proj.bias"
+        assert not torch.equal(stored[bias], plain[bias])  # o_proj reads the values alone
+    assert error_of(uneven, out) < 0.3
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("w4a16", {}), ("w8a16", {"kv_cache": "fp8"}), ("fp8-static", {}), ("fp8-dynamic", {})]
+)
+def test_an_option_for_scales_needs_weights_that_are_calibrated(
+    name: str, options: dict[str, Any], uneven: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(PlanError, match="no weights are calibrated in a format that scales their inputs"):
+        weightsmith.quantize(uneven, tmp_path / "out", name, awq_scales=False, progress=False, **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_formats_without_scales_do_not_read_the_option(uneven: Path, tmp_path: Path) -> None:
+    for name in ("gptq-4bit", "exl2", "exl3", "gguf-q4_k_m", "mlx-4bit"):
+        with pytest.raises(PlanError, match=f"not a setting of {name}"):
+            weightsmith.quantize(uneven, tmp_path / "out", name, awq_scales=False, progress=False)
+
+
 def test_a_reader_that_is_never_quantised_may_come_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gate of the shared expert."""
     monkeypatch.setitem(CONFIGS, "qwen2 moe", OTHERS["qwen2 moe"])
     model = save_model(tmp_path / "model", "qwen2 moe")
     quantise(model, tmp_path / "out", options_of(tmp_path), name="awq-4bit")
     assert error_of(model, tmp_path / "out") < 0.3
+
+
+@pytest.mark.parametrize("name", ["awq-4bit", "w4a16"])
+def test_routers_stay_exact_and_experts_that_no_token_reaches_are_rounded(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the first two logits is positive for every token, and larger than the others."""
+    config = OTHERS["qwen2 moe"]()
+    config.num_experts_per_tok = 1
+    monkeypatch.setitem(CONFIGS, "qwen2 moe", lambda: config)
+    model = save_model(tmp_path / "model", "qwen2 moe")
+    before = load_file(model / "model.safetensors")
+    for layer in range(2):
+        mlp = f"model.layers.{layer}.mlp"
+        gate = before[f"{mlp}.gate.weight"]
+        gate[1], gate[2], gate[3] = -gate[0], gate[0] / 2, 0
+        before[f"{mlp}.shared_expert_gate.weight"] *= 20
+        before[f"model.layers.{layer}.post_attention_layernorm.weight"][3] = 12
+    save_file(before, model / "model.safetensors", {"format": "pt"})
+    out = quantise(model, tmp_path / "out", options_of(tmp_path), name=name).out
+    weightsmith.dequantize(out, tmp_path / "plain", out_dtype="float32", progress=False)
+    plain, kind = load_file(tmp_path / "plain" / "model.safetensors"), find_encoding(f"{name}-g32")
+    for layer in range(2):
+        mlp, norm = f"model.layers.{layer}.mlp", f"model.layers.{layer}.post_attention_layernorm.weight"
+        scales = before[norm].float() / plain[norm]
+        assert torch.equal(scales.log2(), scales.log2().round())
+        assert scales.unique().numel() > 1
+        for gate in ("gate", "shared_expert_gate"):
+            assert torch.equal(plain[f"{mlp}.{gate}.weight"], before[f"{mlp}.{gate}.weight"].float() * scales)
+        reached = []
+        for expert in range(4):
+            parts = {part: f"{mlp}.experts.{expert}.{part}_proj.weight" for part in ("gate", "up", "down")}
+            wanted = {part: before[weight].float() for part, weight in parts.items()}
+            wanted |= {part: wanted[part] * scales for part in ("gate", "up")}
+            rounded = [kind.dequantise(kind.quantise(w.numpy(), None, 1), tuple(w.shape)) for w in wanted.values()]
+            reached.append(not all(map(np.array_equal, rounded, (plain[weight].numpy() for weight in parts.values()))))
+        assert reached == [True, True, False, False]
 
 
 class Changed(torch.nn.Module):

@@ -225,6 +225,9 @@ CALIBRATION_SETTINGS = frozenset({"calibration", *_OF_THE_TEXT})
 CACHE_SETTINGS = CALIBRATION_SETTINGS | {"kv_cache"}
 """The same, and scales of the cache."""
 
+SCALES_SETTINGS = frozenset({"awq_scales"})
+"""What it reads too if input features of weights may get scales."""
+
 
 MEASURING = "measurement: "
 """Prefix of the names of a measurement's products: a merge may measure the same on another text."""

@@ -34,6 +34,7 @@ from weightsmith._features.quantisation.base import (
     MEASURED_ROWS,
     MEASURING,
     NONE,
+    SCALES_SETTINGS,
     Format,
     as_problems,
     check_engines,
@@ -335,14 +336,16 @@ class StreamedFormat(Format):
     With a calibration text, codes are GPTQ's where the encoding takes a Hessian; without one, weights are rounded to nearest.
     """
 
-    def __init__(self, writing: Writing, *, caches: bool, mixes: bool) -> None:
-        """caches: it may store scales of a cache; mixes: weights may have other encodings of its stored format."""
-        self._writing = writing
+    def __init__(self, writing: Writing, stored: StoredFormat) -> None:
+        """stored: the format that the writing is of. Weights may have other encodings of it, if it can mix them."""
+        self._writing, mixes = writing, stored.mixed is not None
         self.name, self.summary, self.readers = writing.name, writing.summary, writing.readers
         calibrates = next(iter(writing.encodings.values())).hessian != "no"
-        text_settings = CACHE_SETTINGS if caches else CALIBRATION_SETTINGS if calibrates else frozenset[str]()
+        text_settings = CACHE_SETTINGS if stored.caches else CALIBRATION_SETTINGS if calibrates else frozenset[str]()
+        scales = any(encoding.scaled for encoding in (stored.encodings if mixes else writing.all_encodings))
         sizes = frozenset({"group_size"}) if len(writing.encodings) > 1 else frozenset[str]()
-        self.settings = sizes | text_settings | (frozenset({"tensor_types"}) if mixes else frozenset[str]())
+        types = frozenset({"tensor_types"}) if mixes else frozenset[str]()
+        self.settings = sizes | types | text_settings | (SCALES_SETTINGS if scales else frozenset[str]())
 
     def apply(self, prepared: Prepared, settings: QuantizeSettings) -> None:
         writing, groups, group_size = self._writing, tuple(self._writing.encodings), settings.group_size
@@ -358,6 +361,10 @@ class StreamedFormat(Format):
         if problems := text_problems(measured, settings):
             raise PlanError(problems)
         has_text = measured.inputs is None and measured.hessian != "no" and settings.calibration not in (None, NONE)
+        if not settings.awq_scales and not (has_text and measured.scaled):
+            what = "no weights are calibrated in a format that scales their inputs"
+            fix = f"leave it out, or add {assignment('calibration', BUILT_IN)} or a text of yours"
+            raise PlanError([option_error("awq_scales", what, fix)])
         quantise(draft, encoding.name, others)
         if group_size is None and group != groups[0]:
             what = f"groups of {group} are used: more weights have a multiple of it as their width than of {groups[0]}"
@@ -404,7 +411,7 @@ class _Formats(Mapping[str, Format]):
         for stored in formats_for(name):
             for writing in stored.writes:
                 if writing.name == name:
-                    return StreamedFormat(writing, caches=bool(stored.caches), mixes=stored.mixed is not None)
+                    return StreamedFormat(writing, stored)
             for model_format in stored.models():
                 if model_format.name == name:
                     return WholeFormat(model_format)

@@ -68,6 +68,13 @@ class QuantizeSettings:
         choices=("float32", "bfloat16"),
         brief=(),
     )
+    awq_scales: bool = option(
+        True,
+        "--awq-scales/--no-awq-scales",
+        "AWQ, w4a16, w8a16: scale input features before calibration",
+        details="See [scales of AWQ](calibration.md#scales-of-awq).",
+        brief=(),
+    )
     measure: str | None = option(
         None,
         "--measure METHOD",

@@ -6,6 +6,7 @@
     parts.py    models of several parts that names tell apart: pipelines of diffusers, single files with a VAE
     diffusers_names.py  names of diffusion models in folders of diffusers, and in single files
     vocabulary.py  embeddings and heads: names and tying; heads of classifiers
+    incomplete.py  what a model seems to lack: tensors of one layer, layers, its last norm
     projections.py  the roles of projections, by their names; how methods treat a tensor; tensors that hold several matrices
     defaults.py settings that config.json leaves out, by the class of the model in transformers
     perlayer.py lists and maps of config.json with one entry per layer; numbers that determine the kind of each layer

@@ -18,7 +18,7 @@ from typing import Any
 
 from weightsmith._base.errors import Finding, MethodError, PlanError, RecipeError, WeightsmithError
 from weightsmith._base.tensors import DType, TensorSpec
-from weightsmith._base.text import status
+from weightsmith._base.text import some_lines, status
 from weightsmith._files.containers import Naming
 from weightsmith._files.copied import left_out_findings, merged_metadata, metadata_findings
 from weightsmith._files.hf_folder import natural_key
@@ -27,6 +27,7 @@ from weightsmith._methods.method import Method
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.ema import names_ema
 from weightsmith._models.structure import Structure
+from weightsmith._models.structure.incomplete import seems_to_lack
 from weightsmith._models.structure.parts import find_parts
 from weightsmith._models.structure.resize import LAYERS_UNSPECIFIED
 from weightsmith._models.tokenizers.files import json_bytes, settings_in, settings_of
@@ -325,24 +326,31 @@ def _match_all(opened: OpenedModels, specs: Sequence[Mapping[str, TensorSpec]]) 
 
 
 def _merged_paths(refs: Iterable[ModelRef], stages: Mapping[str, Recipe | None]) -> list[str]:
-    """Paths of models and their adapters. stages: the recipes whose results are models: these stand for their own models."""
-    paths: dict[str, None] = {}
+    """Paths of models and their adapters, of several revisions with these.
+
+    stages  the recipes whose results are models: these stand for their own models
+    """
+    paths: dict[str, dict[str, None]] = {}  # to revisions
     walked: set[str] = set()  # results use each other: walking one again for each way to it is exponential work
 
     def walk(ref: ModelRef) -> None:
         recipe = stages.get(ref.path)
         if recipe is None:
-            paths[ref.path] = None
+            paths.setdefault(ref.path, {})[ref.revision] = None
         elif ref.path not in walked:
             walked.add(ref.path)
             for inner in match_patterns(recipe, recipe.base_model)[0].references:
                 walk(inner)
         if ref.lora is not None and not names_ema(ref.lora.path):
-            paths[ref.lora.path] = None
+            paths.setdefault(ref.lora.path, {})[ref.lora.revision] = None
 
     for ref in refs:
         walk(ref)
-    return list(paths)
+    return [
+        f"{path}@{revision}" if revision and len(revisions) > 1 else path
+        for path, revisions in paths.items()
+        for revision in revisions
+    ]
 
 
 def _in_model_order(steps: Sequence[Step], stored: Mapping[str, TensorSpec]) -> list[Step]:
@@ -406,7 +414,7 @@ class _Assembler:
             self.warnings += lost_tokens(lost_ids, "config.json")
         if self.problems:
             raise request.refusal(self.problems)
-        self.warnings += [*self.matched.differences(), *pipeline.findings()]
+        self.warnings += [*self._lacking(donor, label), *self.matched.differences(), *pipeline.findings()]
         self.warnings += [*self._untouched(placements, label), *outputs.warnings, *outputs.account.findings()]
         self.warnings += [*outputs.dtypes.findings(), *idle, *left_out_findings(donor.left_out, label)]
         self.warnings += metadata_findings(self.labels, [c.naming.metadata for c in self.inputs], self.opened.donor)
@@ -565,6 +573,16 @@ class _Assembler:
             Finding(note, "config.json") for note in notes if LAYERS_UNSPECIFIED in note
         ]  # the others are seen in the plan
         return config
+
+    def _lacking(self, donor: Checkpoint, label: str) -> list[Finding]:
+        """What the donor seems to lack. What another model lacks is an error: the models are compared."""
+        missing = list(seems_to_lack(self.shape, donor.specs, donor.config)) if donor.plan is None else []
+        if not missing:
+            return []
+        what = f"the model has no {missing[0]}" + (f" ({len(missing) - 1:,} more)" if missing[1:] else "")
+        fix = "download or save the model again, if it should have that; loaders fail, or give such weights random values"
+        details = tuple(some_lines(missing, 20)) if missing[1:] else ()
+        return [Finding(what, donor.ref, details, fix=fix)]
 
     def _untouched(self, placements: Sequence[Placement], donor: str) -> list[Finding]:
         """A warning for the modules that the recipe does not mention."""

@@ -214,6 +214,9 @@ FAMILIES = {
     "nemotron": "NEMOTRON",
     "arcee": "ARCEE",
     "falcon-h1": "FALCON_H1",
+    "falcon": "FALCON",
+    "falcon-11b": "FALCON",
+    "falcon-40b": "FALCON",
     "jamba": "JAMBA",
     "apertus": "APERTUS",
     "ministral3": "MISTRAL3",
@@ -258,6 +261,8 @@ OWN: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen3-moe": {"norm_topk_prob": True, "intermediate_size": 64},
     "smollm3": {"num_hidden_layers": 5},
+    "falcon": {"num_kv_heads": 1},
+    "falcon-11b": {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}, "ffn_hidden_size": 80},
     "jamba": {"num_hidden_layers": 6, "attn_layer_period": 3, "use_mamba_kernels": True},
     "falcon-h1": dict.fromkeys(zoo.FALCON_H1_MULTIPLIERS, 1.0)
     | {"mlp_multipliers": [1.0] * 2, "ssm_multipliers": [1.0] * 5}
@@ -282,6 +287,7 @@ IN_PARTS = ("deepseek-v3", "granite-moe-shared", "qwen3-next", "gpt-oss", "grani
 ALPHA = {"rope_parameters": {"rope_type": "dynamic", "alpha": 1000.0, "rope_theta": 10000.0, "factor": 1.0}}
 WRITTEN_OTHERWISE: dict[str, dict[str, Any]] = {
     "falcon-h1": zoo.FALCON_H1_MULTIPLIERS,
+    "falcon": {"multi_query": False, "num_kv_heads": 4},
     "lfm2": {"block_auto_adjust_ff_dim": True, "block_multiple_of": 24},
     "gemma4": {"vocab_size_per_layer_input": 262},
     "qwen3.5": {"linear_num_value_heads": 6},
@@ -1341,7 +1347,7 @@ EXPERTS = (
     *("afmoe", "exaone-moe", "hunyuan-moe", "glm-dsa"),
     *("dots1", "glm4-moe", "deepseek-v2", "deepseek-v3", "granite-moe-shared", "ernie4-5-moe", "lfm2-moe"),
     *("qwen3-next", "qwen3.5-moe", "gpt-oss", "gemma4", "gemma4-moe", "granite-hybrid", "granite-hybrid-moe"),
-    *("nemotron-h", "nemotron-h-moe", "falcon-h1", "jamba"),
+    *("nemotron-h", "nemotron-h-moe", "falcon-h1", "jamba", "kimi-linear"),
 )
 MIXERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 GRANITE_9 = {"layer_types": ["attention" if i in (2, 5, 6) else "mamba" for i in range(9)], "mamba_d_head": 128}
@@ -1350,6 +1356,8 @@ WIDE_TOO: dict[str, dict[str, Any]] = {
     "nemotron-h": NEMOTRON_9 | {"layer_types": [MIXERS[letter] for letter in "M-*-MM-*-"]},
     "nemotron-h-moe": NEMOTRON_9 | {"layer_types": [MIXERS[letter] for letter in "MEMEM*EME"]},
     **dict.fromkeys(("granite-hybrid", "granite-hybrid-moe"), GRANITE_9 | {"shared_intermediate_size": 256}),
+    "kimi-linear": {"layer_types": ["full_attention" if i in (2, 5, 6) else "linear_attention" for i in range(9)]}
+    | {"kv_lora_rank": 256, "linear_head_dim": 64, "qk_nope_head_dim": 256},
     "jamba": {"attn_layer_period": 4, "attn_layer_offset": 2, "mamba_dt_rank": 256},
     "falcon-h1": {"head_dim": 64, "mamba_d_ssm": 256, "mamba_d_head": 64},
     "lfm2-moe": {"num_hidden_layers": 9, "layer_types": ["full_attention" if i in (3, 4, 6) else "conv" for i in range(9)]},

@@ -113,6 +113,14 @@ def test_rows_are_multiplied_one_after_the_other() -> None:
     assert "only rows of matrices are multiplied" in encoding.refusal(TensorSpec("w", BF16, (7,)))
 
 
+def test_a_convolution_that_keeps_its_middle_dimension() -> None:
+    encoding, values = find_encoding("gguf-f32-deep"), numbers(6, 4)
+    (out,) = encoding.outs(TensorSpec("q_conv1d.weight", BF16, (6, 1, 4)))
+    assert out.shape == (1, 6, 1, 4)
+    assert encoded("gguf-f32-deep", TensorSpec("w", BF16, (6, 1, 4)), values).tobytes() == values.tobytes()
+    assert "is not one of a depthwise convolution" in encoding.refusal(TensorSpec("w", BF16, (6, 2, 4)))
+
+
 def test_each_expert_has_importances_of_its_own() -> None:
     rows, weights = numbers(12, 256), np.random.default_rng(1).uniform(0.1, 3, (3, 256)).astype(np.float32)
     spec = TensorSpec("experts", BF16, (3, 4, 256))

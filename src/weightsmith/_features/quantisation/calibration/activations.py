@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,10 +25,11 @@ from weightsmith._base.options import named
 from weightsmith._base.report.blocks import Block, Column, Table
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._base.text import markdown_table
-from weightsmith._features.quantisation.calibration.layer import LAYER_BY_LAYER
+from weightsmith._features.quantisation.calibration.layer import LAYER_BY_LAYER, dequantised_weights
 from weightsmith._models.formats import find_cache, find_encoding
 from weightsmith._models.structure.projections import by_site
 from weightsmith._plans import Product, ProductSettings
+from weightsmith._plans.codec import OMITTED
 from weightsmith.abc.product import Arrays, Floats, ProductContext, ProductKind
 from weightsmith.abc.stored import ActivationScale
 
@@ -47,12 +48,21 @@ class ScalesWork(LayerWork):
     weights    names of the weights whose inputs get a scale
     attention  name of the module whose keys and values get one; "" for none
     cache      how they are stored: a name for `find_cache`; "" without
+    quantised  the encoding of each quantised weight of the layer, by name
+    quantised_by  the product that makes them; "": the layer is plain
     """
 
     encoding: str
     weights: tuple[str, ...]
     attention: str
     cache: str
+    quantised: Mapping[str, str] = field(default_factory=dict, metadata=OMITTED)
+    quantised_by: str = field(default="", metadata=OMITTED)
+
+    @property
+    def needs(self) -> set[str]:
+        """The products that the settings name."""
+        return {self.states, *filter(None, [self.quantised_by])}
 
     @property
     def scales(self) -> tuple[ActivationScale, ...]:
@@ -77,6 +87,8 @@ class ScalesWork(LayerWork):
             return error.finding.what
         if bool(self.attention) != (find_cache(self.cache) is not None):
             return "there is no such cache"
+        if not {*self.quantised} <= {step.out.name for step in product.steps}:
+            return "it has no step for a quantised weight"
         return "" if product.outs == self.outs else "its arrays are not those of its settings"
 
 
@@ -131,7 +143,8 @@ def _compute_scales(context: ProductContext) -> Arrays:
     work, cached = ScalesWork.of(context.product), Cached()
     # With a cache, attention may round otherwise.
     after = made_beside(context, work) if work.weights and not work.attention else None
-    with layer_rows(context, work, 0, 0.7 if after is None else 1) as rows:
+    weights = dequantised_weights(context, work.quantised, work.quantised_by) if work.quantised_by else {}
+    with layer_rows(context, work, 0, 0.7 if after is None else 1, overrides=weights) as rows:
         if work.attention:
             rows = replace(rows, layer=rows.layer.with_cache(cached))
         inputs = _inputs(rows, work.weights, after)

@@ -437,19 +437,24 @@ class QuantisedStatesWork(LayerWork):
         return {self.states, self.quantised_by}
 
 
-def _compute_states(context: ProductContext) -> Arrays:
+def dequantised_weights(context: ProductContext, weights: Mapping[str, str], quantised_by: str) -> dict[str, Tensor]:
+    """Weights that a product of a layer has, float32, by name. weights: their encodings."""
     import torch
 
     from weightsmith._files.arrays import release_pages
 
-    work = QuantisedStatesWork.of(context.product)
     specs = {step.out.name: step.out for step in context.product.steps}
     dequantised = {}
-    for name, stored in split(work.weights, specs, context.arrays(work.quantised_by)):
-        dequantised[name] = torch.from_numpy(find_encoding(work.weights[name]).dequantise(stored, specs[name].shape))
+    for name, stored in split(weights, specs, context.arrays(quantised_by)):
+        dequantised[name] = torch.from_numpy(find_encoding(weights[name]).dequantise(stored, specs[name].shape))
         for array in stored:
             release_pages(array)
-    return run(context, work, dequantised)
+    return dequantised
+
+
+def _compute_states(context: ProductContext) -> Arrays:
+    work = QuantisedStatesWork.of(context.product)
+    return run(context, work, dequantised_weights(context, work.weights, work.quantised_by))
 
 
 _check_states = partial(check, kind=QuantisedStatesWork)

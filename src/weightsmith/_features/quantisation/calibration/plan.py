@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import PurePath
@@ -81,7 +81,7 @@ def calibrate(chain: Chain, draft: PlanDraft, prefix: str = "", *, cache: CacheE
     chain   of the steps before they were quantised
     draft   every weight is in an encoding that takes a Hessian. An embedding is rounded to nearest: tokens enter it
     prefix  of names in the draft that those steps do not have
-    cache   how keys and values are stored, with scales of plain weights after quantised layers; None: they get none
+    cache   how keys and values are stored; None: they get no scales
     """
     calibrated = [step for step in draft.steps if find_encoding(step.encoding).hessian != "no" and not is_embedding(step.out)]
     encoded = {step.out.name.removeprefix(prefix): step for step in calibrated}
@@ -90,17 +90,18 @@ def calibrate(chain: Chain, draft: PlanDraft, prefix: str = "", *, cache: CacheE
     inside: set[str] = set()
     scaled: set[str] = set()
     changed: dict[str, str] = {}
-    scales = [name for name, step in encoded.items() if find_encoding(step.encoding).scaled]
+    scales = [name for name, step in encoded.items() if chain.awq_scales and find_encoding(step.encoding).scaled]
+    rounded = {step.out.name.removeprefix(prefix) for step in draft.steps if step.encoding != PLAIN} - encoded.keys()
     float16 = {find_encoding(step.encoding).float16 for step in calibrated} - {"no"}
     largest: list[Product] = []
     for layer in range(chain.layers):
         of_layer = {name: encoded[name] for name in chain.names(layer) if name in encoded}
         inside.update(of_layer)
-        features, plain = chain.features(layer, of_layer) if scales else ((), {})
+        features, plain = chain.features(layer, of_layer, rounded) if scales else ((), {})
         changed |= plain
         scaled |= scaled_weights(features)
         quantised = chain.quantised(f"layer {layer}", layer, states, of_layer, features, plain)
-        products += [quantised, *(chain.scales(layer, states, "", (), cache) if cache else ())]
+        products += [quantised, *(chain.scales(layer, states, "", (), cache, quantised) if cache else ())]
         states = chain.quantised_states(layer, states, quantised)
         products.append(states)
         if float16:
@@ -184,6 +185,7 @@ class Chain(TextRun):
         if settings.calibration_dtype == "bfloat16":
             self.base = replace(self.base, arithmetic="bfloat16")
         self._engine = settings.engine
+        self.awq_scales = settings.awq_scales
 
     def measure(self, draft: PlanDraft, products: Iterable[Product], format: str, settings: QuantizeSettings) -> None:
         """Add a measurement to a draft, from which `Format.follow` makes another plan."""
@@ -199,11 +201,17 @@ class Chain(TextRun):
         dataset = source if source == BUILT_IN else PurePath(source).name
         return {"rows": self.text.rows, "length": self.text.tokens, "dataset": dataset}
 
-    def features(self, layer: int, encoded: Mapping[str, Step]) -> tuple[tuple[Features, ...], dict[str, str]]:
-        """The input features of quantised weights of a layer that get scales: `chosen_features`."""
+    def features(
+        self, layer: int, encoded: Mapping[str, Step], rounded: Collection[str]
+    ) -> tuple[tuple[Features, ...], dict[str, str]]:
+        """The input features of quantised weights of a layer that get scales: `chosen_features`.
+
+        encoded  steps of the calibrated weights
+        rounded  names of weights that are quantised as they are, so that none of their inputs is scaled
+        """
         from weightsmith._activations.running import decoder_of
 
-        specs = {step.out.name: step.out for step in self.steps(layer)}
+        specs = {step.out.name: step.out for step in self.steps(layer) if step.out.name not in rounded}
         weights = {weight: step.encoding for weight, step in encoded.items()}
         return chosen_features(decoder_of(self.base).scalable(layer, self._shapes), weights, specs)
 
@@ -248,16 +256,24 @@ class Chain(TextRun):
         return self.product(name, "largest_state", (self.array(name, "F32", (1,)),), work, (), (states,))
 
     def scales(
-        self, layer: int, states: Product, encoding: str, weights: Sequence[str], cache: CacheEncoding | None
+        self,
+        layer: int,
+        states: Product,
+        encoding: str,
+        weights: Sequence[str],
+        cache: CacheEncoding | None,
+        quantised: Product | None = None,
     ) -> tuple[Product, ...]:
-        """The scales of activations of a layer, if it has any. Its weights are not quantised."""
+        """The scales of activations of a layer, if it has any. quantised: what makes its weights; None: they are plain."""
         module = attention_of(self.names(layer)) if cache is not None else ""
         if not weights and not module:
             return ()
         stored = cache.name if cache is not None and module else ""
         scaled = encoding if weights else "", tuple(weights), module, stored
-        work = ScalesWork(self.base, self.packages, layer, states.name, *scaled)
-        return (self.product(f"scales {layer}", "activation_scales", work.outs, work, self.steps(layer), (states,)),)
+        made_by = () if quantised is None else (quantised.settings["weights"], quantised.name)
+        work = ScalesWork(self.base, self.packages, layer, states.name, *scaled, *made_by)
+        needs = (states,) if quantised is None else (states, quantised)
+        return (self.product(f"scales {layer}", "activation_scales", work.outs, work, self.steps(layer), needs),)
 
     def losses(self, layer: int, states: Product, gradients: Product, candidates: Mapping[str, tuple[str, ...]]) -> Product:
         """The losses that the candidates for each weight of a layer cause. gradients: of its weights, in the same order."""

@@ -59,5 +59,5 @@ def of_calibration(product: Product) -> bool:
 
 def steps_read(product: Product) -> list[Step]:
     """The steps that a product of a calibration reads at most: of a quantised layer, its weights are those of a product."""
-    known = product.settings["weights"] if product.op == "quantised_states" else ()
+    known = product.settings.get({"quantised_states": "weights", "activation_scales": "quantised"}.get(product.op, ""), ())
     return [step for step in product.steps if step.out.name not in known]

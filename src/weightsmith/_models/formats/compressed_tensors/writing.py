@@ -57,7 +57,8 @@ w4a16 and w8a16: integers of 4 or 8 bits with a scale for each group of a row, l
     X.weight_shape   I64 [2]                       rows, cols
 
 Activations stay as they are. Weights are rounded to nearest, in float32, over the scale as stored in bfloat16 (see
-fp8-dynamic). The width of a weight must be a multiple of the group, as engines require.
+fp8-dynamic). The width of a weight must be a multiple of the group, as engines require. A calibration scales the input
+features of weights first, as for AWQ (`scaled`), and chooses codes as GPTQ does.
 
 w4a16-channel and w8a16-channel: the same, with a scale for each row, [rows, 1]. They are for widths that no group divides.
 vLLM fills such matrices up to whole tiles of its Marlin kernel. It needs rows that fill their words: the width is a multiple
@@ -290,6 +291,7 @@ class _Packed(MatrixEncoding):
     """Packed codes, which may be chosen for the inputs of a weight. Without a group, a row has one scale."""
 
     hessian: ClassVar[HessianForm] = "sorted"
+    scaled: ClassVar[bool] = True
     looked_up: ClassVar[bool] = True
 
     def refusal(self, spec: TensorSpec) -> str:

@@ -630,6 +630,7 @@ def _encoded(stored: _Stored, kinds: Sequence[str], importances: Importances, mo
         factored = kinds[0] == model.mixture.name == _FACTORED
         columns = architecture.columns_of(spec.name, config)
         rest: dict[str, Any] = {"factored": factored, "columns": columns, "times": architecture.times(spec.name, config)}
+        rest["deep"] = architecture.is_deepened(spec.name)
         encoding = GgufEncoding(dtypes[0], head_rows, shift, decays, skipped=skipped, **rest)
     tables, weighted = list[Floats](), -1
     for part, kind in zip(stored.specs, kinds, strict=True):

@@ -78,7 +78,10 @@ _FALLBACK = {
 
 _CHOOSES = ".indexer.proj.weight"
 """Which llama.cpp's converter stores as F32, because it decides what a token attends to; its quantiser does not."""
-_PLAIN = (".ssm_conv1d.weight", ".shortconv.conv.weight", "position_embd.weight", "token_types.weight")
+_PLAIN = (
+    *(".ssm_conv1d.weight", ".ssm_conv1d_q.weight", ".ssm_conv1d_k.weight", ".ssm_conv1d_v.weight", ".shortconv.conv.weight"),
+    *("position_embd.weight", "token_types.weight"),
+)
 """Endings of the names of weights that llama.cpp leaves unquantised, besides vectors, norms and routers."""
 
 _KEPT = "per_layer_model_proj.weight"

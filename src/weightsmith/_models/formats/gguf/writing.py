@@ -13,7 +13,9 @@ Blocks of common types are encoded by kernels of our own, those of the others by
     gguf-f16*3     each third of the rows in a tensor of its own: q, k and v
     gguf-f16*2@2   each place along dimension 2 in a tensor of its own: the two frames of a convolution
 
-The middle dimension of a depthwise convolution, [channels, 1, width], is left out.
+    gguf-f32-deep  a depthwise convolution [channels, 1, width] as [1, channels, 1, width]
+
+The middle dimension of other depthwise convolutions is left out.
 
 The name says all that the bytes depend on, but for importances, which a step takes from a table of its plan. The stored tensor
 has llama.cpp's name; a name says nothing about its bytes, so `outs` leaves the Hub's.
@@ -63,7 +65,7 @@ _LARGEST_POWER = 88.7
 """The largest power of e that a float32 holds, rounded down."""
 _LARGEST_FACTOR = 3e38
 _NAME = re.compile(
-    r"gguf-([a-z0-9_]+)(?:/([1-9][0-9]{0,5}))?(\+1|-exp|-scaled)?(?::([1-9][0-9]{0,3}))?(?:\*([2-9])(?:@([1-9]))?)?(?:=([1-9][0-9]{0,8}))?"
+    r"gguf-([a-z0-9_]+)(?:/([1-9][0-9]{0,5}))?(\+1|-exp|-scaled|-deep)?(?::([1-9][0-9]{0,3}))?(?:\*([2-9])(?:@([1-9]))?)?(?:=([1-9][0-9]{0,8}))?"
     r"((?:~[0-9.e:,+-]{1,999}){0,3})"
 )
 _BAND = re.compile(r"(?:([1-9][0-9]{0,8}):)?([0-9.e+-]{1,30})")
@@ -109,6 +111,7 @@ class GgufEncoding(OneType):
     axis       dimension that is cut into pieces; other than 0, it has a place for each, and the pieces do not have it
     skipped    number of rows at the start that are left out
     columns    of the matrix that a vector is stored as; 0: it stays a vector
+    deep       whether a depthwise convolution keeps its middle dimension, and gets one before it
     times      by what rows are multiplied, one after the other
     factored   whether rows are divided by a number, which a tensor of its own has, so that the largest scale of 16 elements is
                the largest of float8: NVFP4 alone
@@ -123,13 +126,14 @@ class GgufEncoding(OneType):
     factored: bool = False
     columns: int = 0
     times: tuple[Multiplied, ...] = ()
+    deep: bool = False
 
     @property
     def name(self) -> str:
         """As in plans."""
         heads = f"/{self.head_rows}" if self.head_rows else ""
         pieces = "" if self.pieces == 1 else f"*{self.pieces}{f'@{self.axis}' if self.axis else ''}"
-        change = "+1" if self.shift else "-exp" if self.decays else "-scaled" if self.factored else ""
+        change = "+1" if self.shift else "-exp" if self.decays else "-scaled" if self.factored else "-deep" if self.deep else ""
         change = change or (f":{self.skipped}" if self.skipped else "")
         columns = f"={self.columns}" if self.columns else ""
         times = "".join(f"~{','.join(f'{rows}:{by!r}' if rows else repr(by) for rows, by in bands)}" for bands in self.times)
@@ -168,6 +172,8 @@ class GgufEncoding(OneType):
             return f"its {spec.shape[0]:,} rows are not whole heads of {self.head_rows}"
         if self.factored and (self.dtype.name != "NVFP4" or self.shift or self.decays):
             return "only NVFP4 has a number by which rows are divided"
+        if self.deep and (len(spec.shape) != 3 or spec.shape[1] != 1 or self.dtype.block > 1):
+            return f"its shape {list(spec.shape)} is not one of a depthwise convolution"
         if self.columns and (len(spec.shape) != 1 or spec.shape[0] % self.columns or self.dtype.block > 1 or self.pieces > 1):
             return f"its shape {list(spec.shape)} is not one of a vector that becomes plain rows of {self.columns:,}"
         if self.times and (len(spec.shape) != 2 or self.shift or self.decays or self.factored):
@@ -196,6 +202,8 @@ class GgufEncoding(OneType):
             shape = shape[0] // self.columns, self.columns
         elif self.skipped:
             shape = shape[0] - self.skipped, *shape[1:]
+        elif self.deep:
+            shape = 1, shape[0], 1, shape[-1]
         elif len(shape) == 3 and shape[0] > 1 == shape[1]:
             shape = shape[0], shape[2]
         if self.factored:
@@ -340,7 +348,9 @@ def find(name: str) -> GgufEncoding | None:
     factored, columns = match[3] == "-scaled", int(match[7] or 0)
     times = [_bands(text) for text in match[8].split("~")[1:]]
     head_rows, known = int(match[2] or 0), tuple(bands for bands in times if bands)
-    encoding = GgufEncoding(dtype, head_rows, shift, decays, pieces, axis, skipped, factored, columns, known)
+    encoding = GgufEncoding(
+        dtype, head_rows, shift, decays, pieces, axis, skipped, factored, columns, known, match[3] == "-deep"
+    )
     return encoding if len(known) == len(times) and encoding.name == name else None
 
 

@@ -48,8 +48,7 @@ _LOG = "rope.scaling.yarn_log_multiplier"
 _HEADS = product_of("attention.head_count")
 _QUERIES = product_of("attention.head_count", "attention.key_length_mla")
 _RANK, _QUERY_RANK = "attention.kv_lora_rank", product_of("attention.q_lora_rank")
-_SHAPES: Mapping[str, TensorShape] = {
-    **LAYER_SHAPES,
+LATENT_SHAPES: Mapping[str, TensorShape] = {
     "attn_q": (_QUERIES, WIDTH),
     "attn_q_a": (_QUERY_RANK, WIDTH),
     "attn_q_b": (_QUERIES, _QUERY_RANK),
@@ -57,6 +56,23 @@ _SHAPES: Mapping[str, TensorShape] = {
     "attn_v_b": (_HEADS, product_of("attention.value_length_mla"), product_of(_RANK)),
     "attn_output": (WIDTH, product_of("attention.head_count", "attention.value_length_mla")),
 }
+LATENT = {
+    **{"attn_q": "self_attn.q_proj", "attn_q_a": "self_attn.q_a_proj", "attn_q_a_norm": "self_attn.q_a_layernorm"},
+    **{"attn_q_b": "self_attn.q_b_proj", "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa"},
+    **{"attn_kv_a_norm": "self_attn.kv_a_layernorm", "attn_output": "self_attn.o_proj"},
+}
+"""`GgufArchitecture.layer` of attention by a common latent vector."""
+LATENT_PARTS = (
+    SplitTensor(
+        "self_attn.kv_b_proj.weight",
+        (
+            SplitPart("attn_k_b.weight", lambda config: (config.count("qk_nope_head_dim"),), transposed=True),
+            SplitPart("attn_v_b.weight", lambda config: (config.count("v_head_dim"),)),
+        ),
+        bands=True,
+    ),
+)
+"""Its `splits`."""
 
 
 class DeepseekV2(GgufArchitecture):
@@ -65,23 +81,9 @@ class DeepseekV2(GgufArchitecture):
     name = "deepseek2"
     class_name = "DeepseekV2ForCausalLM"
     model_types: ClassVar[tuple[str, ...]] = ("deepseek_v2",)
-    layer = {
-        **{"attn_q": "self_attn.q_proj", "attn_q_a": "self_attn.q_a_proj", "attn_q_a_norm": "self_attn.q_a_layernorm"},
-        **{"attn_q_b": "self_attn.q_b_proj", "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa"},
-        **{"attn_kv_a_norm": "self_attn.kv_a_layernorm", "attn_output": "self_attn.o_proj", "attn_norm": "input_layernorm"},
-        **{**MLP, **MLP_NORM, **ROUTER, **SHARED_EXPERTS, **EXPERTS},
-    }
-    splits = (
-        SplitTensor(
-            "self_attn.kv_b_proj.weight",
-            (
-                SplitPart("attn_k_b.weight", lambda config: (config.count("qk_nope_head_dim"),), transposed=True),
-                SplitPart("attn_v_b.weight", lambda config: (config.count("v_head_dim"),)),
-            ),
-            bands=True,
-        ),
-    )
-    shapes = _SHAPES
+    layer = {**LATENT, "attn_norm": "input_layernorm", **MLP, **MLP_NORM, **ROUTER, **SHARED_EXPERTS, **EXPERTS}
+    splits = LATENT_PARTS
+    shapes = {**LAYER_SHAPES, **LATENT_SHAPES}
     setting_names = {
         **{_RANK: "kv_lora_rank", "attention.q_lora_rank": "q_lora_rank", "rope.dimension_count": "qk_rope_head_dim"},
         **{"attention.key_length_mla": "(qk_nope_head_dim + qk_rope_head_dim)", "attention.value_length_mla": "v_head_dim"},

@@ -190,6 +190,7 @@ class GgufArchitecture:
     bidirectional  whether config.json says that tokens attend to what follows them
     encodes       whether it is an encoder, which makes vectors or scores of a text
     factored      whether llama.cpp multiplies what leaves each linear layer by its factor, as NVFP4 needs it
+    deepened      convolutions [channels, 1, width] of a layer that are [1, channels, 1, width] in a GGUF file, by its names
     flat          vectors of a layer that are matrices in a GGUF file: llama.cpp's name → the number of their columns
     unused        patterns of the Hub's names of tensors that llama.cpp does not store, and why; names as `canonical` gives them
     """
@@ -227,6 +228,7 @@ class GgufArchitecture:
     bidirectional: ClassVar[bool] = False
     encodes: ClassVar[bool] = False
     factored: ClassVar[bool] = False
+    deepened: ClassVar[frozenset[str]] = frozenset()
     flat: ClassVar[Mapping[str, Callable[[GgufConfig], int]]] = {}
     unused: ClassVar[Mapping[str, str]] = {}
     predictors: int = 0
@@ -737,10 +739,15 @@ class GgufArchitecture:
         match = _BARE.fullmatch(name)
         if match is not None and match[2] in self.flat and len(shape) == 2:
             return (shape[0] * shape[1],)
-        if match is None or match[2] not in _DEPTHWISE:
+        if match is None or match[2] not in _DEPTHWISE | self.deepened:
             return shape
         channels, *others = [n for n in shape if n != 1] or [1]
         return channels, 1, *others
+
+    def is_deepened(self, name: str) -> bool:
+        """Whether a tensor of a GGUF file is one of `deepened`."""
+        match = _BARE.fullmatch(name)
+        return match is not None and match[2] in self.deepened
 
     def columns_of(self, name: str, config: GgufConfig) -> int:
         """The columns of a matrix of a GGUF file that is a vector of the Hub's, as `flat` lists them; 0: it is no such one."""

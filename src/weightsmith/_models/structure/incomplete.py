@@ -1,0 +1,97 @@
+"""What a model seems to lack: tensors of single layers, whole layers, its last norm, its embedding, its head.
+
+Loaders give such weights random values, some without a word. A merge compares models and finds it; one model alone has nothing
+to be compared with but itself: layers of one kind are alike, and config.json counts them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from weightsmith._models.structure.configs import text_sections, whole_number
+from weightsmith._models.structure.model import Structure
+from weightsmith._models.structure.stacks import Stack
+from weightsmith._models.structure.vocabulary import names_embedding, names_head, tie_flag
+
+_MANY_KINDS = 64
+"""Layers of more kinds are not compared. Models have a handful; all with all would take the square of that."""
+
+_LANGUAGE = ("ForCausalLM", "ForConditionalGeneration")
+_LAST_NORM = ("norm", "ln_f")
+_PRE_NORM = "input_layernorm.weight"
+"""Decoders whose layers have a norm of this name, as Llama's, have one behind the last layer too."""
+
+
+def seems_to_lack(structure: Structure, names: Iterable[str], config: Mapping[str, Any] | None) -> Iterator[str]:
+    """What a model seems to lack, each as the end of a sentence that begins with the model and "has no".
+
+    Layers that config.json counts are compared if at least two others are of one kind. The first and the last may lack what the
+    others have by design (ModernBERT's first norm), and so may all layers of a model that lists what each is (`block_configs`).
+
+    >>> from weightsmith._base.tensors import DTYPES, TensorSpec
+    >>> from weightsmith._models.structure.model import analyse
+    >>> names = [f"model.layers.{i}.mlp.{part}_proj.weight" for i in range(4) for part in ("up", "down")]
+    >>> del names[2]
+    >>> config = {"num_hidden_layers": 4}
+    >>> list(seems_to_lack(analyse([TensorSpec(name, DTYPES["BF16"], (4, 4)) for name in names], config), names, config))
+    ['model.layers.1.mlp.up_proj.weight, which 3 other layers have']
+    """
+    names, config = tuple(names), config or {}
+    if "block_configs" in config:
+        return
+    for stack in structure.stacks:
+        # Layers that are all alike lack nothing; most models end here, and no name is looked at.
+        if stack.config_path is not None and len(set(structure.signatures[stack.prefix])) > 1:
+            yield from _of_layers(stack.prefix, _suffixes(structure, stack, names))
+    main, classes = structure.main, config.get("architectures")
+    if main is None or not isinstance(classes, list) or not any(str(one).endswith(_LANGUAGE) for one in classes):
+        return
+    yield from _uncounted(main, config)
+    if 2 * sum(name.startswith(main.prefix) and name.endswith(_PRE_NORM) for name in names) > main.n_layers:
+        prefixes = tuple(stack.prefix for stack in structure.stacks)
+        yield from _around([name for name in names if not name.startswith(prefixes)], config)
+
+
+def _suffixes(structure: Structure, stack: Stack, names: Iterable[str]) -> list[frozenset[str]]:
+    """The names inside each layer."""
+    layers: list[set[str]] = [set() for _ in range(stack.n_layers)]
+    for name in names:
+        if name.startswith(stack.prefix) and (place := structure.locate(name)) is not None and place[0] is stack:
+            layers[place[1]].add(structure.suffix(name) or "")
+    return [frozenset(layer) for layer in layers]
+
+
+def _of_layers(prefix: str, layers: Sequence[frozenset[str]]) -> Iterator[str]:
+    kinds = Counter(layers)
+    if len(kinds) > _MANY_KINDS:
+        return
+    few_are_empty = 4 * sum(not layer for layer in layers) <= len(layers)  # in blocks of convolutions every other one is
+    for i, layer in enumerate(layers):
+        larger = [kind for kind, count in kinds.items() if count > 1 and layer < kind]
+        if not layer and larger and few_are_empty:
+            yield f"layer {i} under {prefix}, of {len(layers)}"
+        elif larger and kinds[layer] == 1 and 0 < i < len(layers) - 1:
+            for suffix in sorted(min(larger, key=len) - layer):
+                yield f"{prefix}{i}.{suffix}, which {sum(suffix in other for other in layers)} other layers have"
+
+
+def _uncounted(stack: Stack, config: Mapping[str, Any]) -> Iterator[str]:
+    """Layers behind the last one, which config.json counts."""
+    numbers = [whole_number(section.get("num_hidden_layers")) for section in text_sections(config)]
+    number = next(filter(None, numbers), 0)
+    if stack.config_path is None and number > stack.n_layers and number % stack.n_layers:  # a multiple counts parts of layers
+        missing = f"layer {stack.n_layers}" if number == stack.n_layers + 1 else f"layers {stack.n_layers} to {number - 1}"
+        yield f"{missing} under {stack.prefix}: config.json counts {number:,} layers"
+
+
+def _around(loose: Sequence[str], config: Mapping[str, Any]) -> Iterator[str]:
+    """What a language model has before and behind its layers."""
+    if not any(part in name for name in loose for part in _LAST_NORM):
+        yield "norm behind its last layer"
+    if not any(map(names_embedding, loose)):
+        yield "embedding of its tokens"
+    is_causal = any(str(one).endswith("ForCausalLM") for one in config["architectures"])  # others name heads in many ways
+    if is_causal and tie_flag(config) is False and not any(map(names_head, loose)):
+        yield "head (lm_head), and tie_word_embeddings is false"
