@@ -117,6 +117,7 @@ KIMI_LINEAR = {
     **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 24, "num_local_experts": 8, "num_experts_per_tok": 2},
     **{"moe_intermediate_size": 16, "layer_types": [MAMBA, MAMBA, FULL, MAMBA]},
 }
+FALCON = {k: v for k, v in SIZES.items() if k not in ("num_key_value_heads", "intermediate_size")}
 FALCON_H1_MULTIPLIERS = {
     **{"embedding_multiplier": 3.0, "lm_head_multiplier": 0.25, "key_multiplier": 0.7, "mlp_multipliers": [0.6, 0.3]},
     **{"attention_in_multiplier": 1.5, "attention_out_multiplier": 0.9, "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.8},
@@ -265,6 +266,12 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         | {"sliding_window": 8, "mup_enabled": True},
     ),
     "hunyuan-moe": ("HunYuanMoEV1ForCausalLM", "HunYuanMoEV1Config", {**HEADS, "num_experts": 4, "moe_topk": 2}),
+    "glm-dsa": (
+        "GlmMoeDsaForCausalLM",
+        "GlmMoeDsaConfig",
+        {**DEEPSEEK, "num_hidden_layers": 3, "n_shared_experts": 2, "routed_scaling_factor": 2.5, "q_lora_rank": 16}
+        | {"index_topk": 8, "index_head_dim": 64, "index_n_heads": 32, "indexer_types": ["full", "shared", "full"]},
+    ),
     "exaone-moe": (
         "ExaoneMoeForCausalLM",
         "ExaoneMoeConfig",
@@ -274,6 +281,19 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt-oss": ("GptOssForCausalLM", "GptOssConfig", {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "apertus": ("ApertusForCausalLM", "ApertusConfig", SIZES),
     "kimi-linear": ("KimiLinearForCausalLM", "KimiLinearConfig", KIMI_LINEAR),
+    "falcon": ("FalconForCausalLM", "FalconConfig", FALCON),
+    "falcon-11b": (
+        "FalconForCausalLM",
+        "FalconConfig",
+        {
+            **FALCON,
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "num_ln_in_parallel_attn": 1,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "falcon-40b": ("FalconForCausalLM", "FalconConfig", {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon-h1": ("FalconH1ForCausalLM", "FalconH1Config", FALCON_H1),
     "mamba": (
         "MambaForCausalLM",

@@ -17,7 +17,7 @@ from tests.cli_help import Cli, cli
 from tests.mini import write_checkpoint
 from tests.plan_help import config, decoder, model, prepare
 from tests.work import steps
-from weightsmith._base.errors import NonFinite, ParameterError, PlanError, WeightsmithError
+from weightsmith._base.errors import NOTHING_WRITTEN, NonFinite, ParameterError, PlanError, WeightsmithError
 from weightsmith._engine.resources import fit_tile_bytes
 from weightsmith._outputs.area import StagingArea, staging_folder
 from weightsmith._plans import Plan, plan_from_json
@@ -231,6 +231,25 @@ def test_results_are_kept_where_that_is_asked_for(models: Path, tmp_path: Path) 
     assert (kept.stages[0] / "recipe.yml").read_text() == one
     assert (tmp_path / "out/recipe.yml").read_text() == recipe
     weightsmith.verify(kept.stages[0])
+
+
+def test_an_error_after_a_result_says_where_that_is(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last recipe is planned again, with the finished result; another program may have taken its models away meanwhile."""
+
+    def gone(*_plan: Any) -> Any:
+        raise weightsmith.NotFound("the model is gone", state=NOTHING_WRITTEN)
+
+    recipe = _at(models, f"{SCOPED}---\n{TIES}")
+    with monkeypatch.context() as patched:
+        patched.setattr("weightsmith._execution.execute.replan", gone)
+        with pytest.raises(weightsmith.NotFound) as caught:
+            weightsmith.merge(recipe, tmp_path / "out", **QUIET)
+    kept = tmp_path / "out.stage-one"
+    assert f"Results of other recipes are kept in {kept}, and used by the next run." in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == [kept.name]
+    before = (kept / "model.safetensors").stat().st_mtime_ns
+    weightsmith.merge(recipe, tmp_path / "out", keep_stages=True, **QUIET)
+    assert (kept / "model.safetensors").stat().st_mtime_ns == before
 
 
 @pytest.mark.parametrize("leftover", ["all of it", "an empty folder"])

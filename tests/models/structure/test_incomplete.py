@@ -79,6 +79,16 @@ def test_layers_of_several_kinds_differ_by_design() -> None:
     assert lacks(pruned, CONFIG | {"block_configs": [{}] * 5}) == []
 
 
+def test_blocks_of_convolutions_have_numbers_without_tensors() -> None:
+    names = [f"model.decoder.block.{i}.conv.{part}" for i in (1, 3) for part in ("weight", "bias")]
+    assert lacks(names, {"num_hidden_layers": 4}) == []
+
+
+def test_two_layers() -> None:
+    names = [f"model.layers.{i}.{part}.weight" for i in range(8) if i not in (2, 3) for part in INNER]
+    assert lacks(names, {"num_hidden_layers": 8}) == [f"layer {i} under model.layers., of 8" for i in (2, 3)]
+
+
 def test_layers_of_many_kinds_are_not_compared() -> None:
     """To compare each with each would take the square of their number."""
     names = [f"model.layers.{i}.{part}.weight" for i in range(2000) for part in ("up", f"only{i // 3}", *"a"[: i % 3])]

@@ -15,8 +15,11 @@ import weightsmith
 from tests import plan_help
 from tests.plan_help import plan, warnings
 from weightsmith._base.errors import CheckpointError, FormatError
+from weightsmith._files.copied import merged_metadata
 from weightsmith._models.checkpoint import open_checkpoint
+from weightsmith._planning.planner.merges import _merged_paths
 from weightsmith._planning.planner.pipelines import drop_subfolders
+from weightsmith._planning.recipe import ModelRef
 from weightsmith._plans import PlanDraft, plan_from_json
 
 MODULES = [{"idx": i, "name": str(i), "path": path, "type": "x"} for i, path in enumerate(("", "1_Pooling", "2_Dense"))]
@@ -266,6 +269,12 @@ def test_folders_name_what_they_were_merged_from_where_a_model_has_modelspec_key
         done = weightsmith.merge(linear(str(tmp_path / "a"), str(tmp_path / "b")), tmp_path / str(len(expected)), fsync=False)
         with safe_open(done.out / "model.safetensors", "np") as file:
             assert file.metadata() == {"format": "pt", **said, **expected}
+
+
+def test_two_revisions_of_a_model_are_two_names() -> None:
+    refs = [ModelRef("me/ink", "v1"), ModelRef("me/ink", "v2"), ModelRef("me/sd", "main"), ModelRef("me/ink", "v1")]
+    names = merged_metadata({"modelspec.title": "Ink"}, _merged_paths(refs, {}), alone=True)
+    assert names["modelspec.merged_from"] == "ink@v1, ink@v2, sd"
 
 
 def test_metadata_after_which_comfyui_builds_a_model_is_kept_and_compared(tmp_path: Path) -> None:

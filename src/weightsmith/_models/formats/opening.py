@@ -23,6 +23,7 @@ from weightsmith._models.formats.config import (
     method_of,
     without_entries,
 )
+from weightsmith._models.formats.fused_experts import with_single_experts
 from weightsmith._models.sources.parts import unwrapped, with_current_norms
 from weightsmith.abc.stored import Config, Specs, Wrapped
 from weightsmith.abc.tensors import FileKind, Index, OpenedFiles
@@ -286,19 +287,24 @@ def _is_quantised(config: Config, specs: Specs) -> bool:
 
 def wrap(opened: OpenedFiles, config: Config | None, where: str) -> Wrapped:
     """The tensors of a model, decoded by the first stored format that recognises them, else as stored. Without config.json it
-    stays so. What torch's wrappers have added to names is left out, with a note. BERT's norms have their current names.
+    stays so. What torch's wrappers have added to names is left out, with a note. BERT's norms have their current names, and
+    experts that transformers joins in memory are apart, as in its files.
 
     Raises FormatError if two names become the same.
     """
     of_transformers = "model_type" in (config or {})
     source = unwrapped(opened.source, where, parallel=of_transformers)
-    current = source if config is None else with_current_norms(source, where)
+    named = source if config is None else with_current_norms(source, where)
+    current = named if config is None else with_single_experts(named, config, where)
     wrapped = _wrap(opened if current is opened.source else replace(opened, source=current), config, where)
-    if source is opened.source:
-        return wrapped
-    stored = next(name for name in opened.source.specs if name not in source.specs)
-    what = f"names of its tensors are read without what torch's wrappers added to them, as in {show(stored)}"
-    return replace(wrapped, notes=(Finding(what, where), *wrapped.notes))
+    notes = []
+    if source is not opened.source:
+        stored = next(name for name in opened.source.specs if name not in source.specs)
+        notes.append(f"names of its tensors are read without what torch's wrappers added to them, as in {show(stored)}")
+    if current is not named:
+        joined = next(name for name in named.specs if name not in current.specs)
+        notes.append(f"its experts are read as a matrix for each, which transformers has joined in memory ({show(joined)})")
+    return replace(wrapped, notes=(*(Finding(what, where) for what in notes), *wrapped.notes))
 
 
 def _wrap(opened: OpenedFiles, config: Config | None, where: str) -> Wrapped:

@@ -42,8 +42,8 @@ def seems_to_lack(structure: Structure, names: Iterable[str], config: Mapping[st
     if "block_configs" in config:
         return
     for stack in structure.stacks:
-        # Layers that each have a twin lack nothing; most models end here, and no name is looked at.
-        if stack.config_path is not None and 1 in Counter(structure.signatures[stack.prefix]).values():
+        # Layers that are all alike lack nothing; most models end here, and no name is looked at.
+        if stack.config_path is not None and len(set(structure.signatures[stack.prefix])) > 1:
             yield from _of_layers(stack.prefix, _suffixes(structure, stack, names))
     main, classes = structure.main, config.get("architectures")
     if main is None or not isinstance(classes, list) or not any(str(one).endswith(_LANGUAGE) for one in classes):
@@ -67,9 +67,10 @@ def _of_layers(prefix: str, layers: Sequence[frozenset[str]]) -> Iterator[str]:
     kinds = Counter(layers)
     if len(kinds) > _MANY_KINDS:
         return
+    few_are_empty = 4 * sum(not layer for layer in layers) <= len(layers)  # in blocks of convolutions every other one is
     for i, layer in enumerate(layers):
         larger = [kind for kind, count in kinds.items() if count > 1 and layer < kind]
-        if not layer and larger:
+        if not layer and larger and few_are_empty:
             yield f"layer {i} under {prefix}, of {len(layers)}"
         elif larger and kinds[layer] == 1 and 0 < i < len(layers) - 1:
             for suffix in sorted(min(larger, key=len) - layer):
@@ -91,5 +92,6 @@ def _around(loose: Sequence[str], config: Mapping[str, Any]) -> Iterator[str]:
         yield "norm behind its last layer"
     if not any(map(names_embedding, loose)):
         yield "embedding of its tokens"
-    if tie_flag(config) is False and not any(map(names_head, loose)):
+    is_causal = any(str(one).endswith("ForCausalLM") for one in config["architectures"])  # others name heads in many ways
+    if is_causal and tie_flag(config) is False and not any(map(names_head, loose)):
         yield "head (lm_head), and tie_word_embeddings is false"

@@ -326,24 +326,31 @@ def _match_all(opened: OpenedModels, specs: Sequence[Mapping[str, TensorSpec]]) 
 
 
 def _merged_paths(refs: Iterable[ModelRef], stages: Mapping[str, Recipe | None]) -> list[str]:
-    """Paths of models and their adapters. stages: the recipes whose results are models: these stand for their own models."""
-    paths: dict[str, None] = {}
+    """Paths of models and their adapters, of several revisions with these.
+
+    stages  the recipes whose results are models: these stand for their own models
+    """
+    paths: dict[str, dict[str, None]] = {}  # to revisions
     walked: set[str] = set()  # results use each other: walking one again for each way to it is exponential work
 
     def walk(ref: ModelRef) -> None:
         recipe = stages.get(ref.path)
         if recipe is None:
-            paths[ref.path] = None
+            paths.setdefault(ref.path, {})[ref.revision] = None
         elif ref.path not in walked:
             walked.add(ref.path)
             for inner in match_patterns(recipe, recipe.base_model)[0].references:
                 walk(inner)
         if ref.lora is not None and not names_ema(ref.lora.path):
-            paths[ref.lora.path] = None
+            paths.setdefault(ref.lora.path, {})[ref.lora.revision] = None
 
     for ref in refs:
         walk(ref)
-    return list(paths)
+    return [
+        f"{path}@{revision}" if revision and len(revisions) > 1 else path
+        for path, revisions in paths.items()
+        for revision in revisions
+    ]
 
 
 def _in_model_order(steps: Sequence[Step], stored: Mapping[str, TensorSpec]) -> list[Step]:

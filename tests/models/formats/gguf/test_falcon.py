@@ -1,4 +1,4 @@
-"""Falcon-H1, whose weights llama.cpp has multiplied by numbers of config.json."""
+"""Falcon, whose heads of q, k and v are one tensor, and Falcon-H1, whose weights llama.cpp has multiplied by settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 import weightsmith
 from tests import zoo
-from tests.gguf_help import BYTE_LEVEL, tokenizer_files
+from tests.gguf_help import BYTE_LEVEL, stored, tokenizer_files
 from weightsmith._base.errors import PlanError
 from weightsmith._models.formats.gguf.header import read_gguf_header
 
@@ -94,3 +94,57 @@ def test_an_adapter_file_does_not_say_what_its_factors_are_multiplied_by(tmp_pat
     path = converted(peft_folder(tmp_path / "adapter", pair), tmp_path / "out", base=str(source))
     with pytest.raises(weightsmith.WeightsmithError, match="its factors are multiplied by numbers of"):
         weightsmith.plan({"merge_method": "passthrough", "models": [{"model": f"{source}+{path}"}]})
+
+
+# ---- Falcon
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_kv_heads": 1}, {"num_kv_heads": ..., "ffn_hidden_size": ...}])
+def test_heads_of_falcon_7b_are_shared_whatever_their_number_is(changes: dict[str, Any], tmp_path: Path) -> None:
+    source = saved("falcon", tmp_path / "m")
+    path = quantize(changed(source, changes), tmp_path / "q")
+    keys = read_gguf_header(path).keys
+    assert (keys["falcon.attention.head_count_kv"], keys["falcon.feed_forward_length"]) == (1, 128)
+    assert keys["falcon.tensor_data_layout"] == "jploski"
+    with weightsmith.open_checkpoint(source) as checkpoint:
+        name = "transformer.h.0.self_attention.query_key_value.weight"
+        assert stored(path)["blk.0.attn_qkv.weight"][2] == checkpoint.read(name).astype("<f4").tobytes()
+
+
+def test_heads_of_falcon_40b_come_in_llama_cpps_order(tmp_path: Path) -> None:
+    source = saved("falcon-40b", tmp_path / "m")
+    path = quantize(source, tmp_path / "q")
+    with weightsmith.open_checkpoint(source) as checkpoint:
+        rows = checkpoint.read("transformer.h.1.self_attention.query_key_value.weight").reshape(2, 4, 8, 32)
+    queries, keys, values = rows[:, :2].reshape(32, 32), rows[:, 2].reshape(16, 32), rows[:, 3].reshape(16, 32)
+    assert stored(path)["blk.1.attn_qkv.weight"][2] == np.concatenate([queries, keys, values]).astype("<f4").tobytes()
+    assert {"blk.0.attn_norm.weight", "blk.0.attn_norm.bias", "blk.0.attn_norm_2.bias"} < stored(path).keys()
+    with weightsmith.open_checkpoint(source) as here, weightsmith.open_checkpoint(path) as back:
+        assert list(here.specs) == list(back.specs)
+        assert all(np.array_equal(here.read(name), back.read(name)) for name in here.specs)
+    other = saved("falcon-40b", tmp_path / "other", initializer_range=0.5)
+    models = [{"model": str(folder), "parameters": {"weight": 0.5}} for folder in (source, other)]
+    with pytest.raises(PlanError, match="has the heads of q, k and v of this tensor in another order"):
+        weightsmith.plan({"merge_method": "linear", "models": models}, quantize="gguf-f32")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("falcon", {"alibi": True}, "alibi is True, and llama.cpp takes False for granted"),
+        ("falcon", {"bias": True}, "bias is True"),
+        ("falcon", {"activation": "relu"}, "activation is 'relu', and llama.cpp takes 'gelu'"),
+        ("falcon", {"parallel_attn": False}, "parallel_attn is False, and llama.cpp takes True"),
+        ("falcon-40b", {"num_kv_heads": 3}, "num_attention_heads is 4, and not a multiple of num_kv_heads, 3"),
+        ("falcon-40b", {"num_kv_heads": 4}, "num_kv_heads"),
+        ("falcon-40b", {"new_decoder_architecture": False}, "llama.cpp knows no such tensor"),
+        ("falcon", {"ffn_hidden_size": 64}, "ffn_hidden_size is 64 in config.json"),
+        ("falcon", {"num_ln_in_parallel_attn": "x", "new_decoder_architecture": True}, "the type 'falcon'"),
+    ],
+)
+def test_settings_of_falcon_that_llama_cpp_does_not_have(
+    name: str, changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    source = changed(saved(name, tmp_path / "m"), changes)
+    with pytest.raises(PlanError, match=words):
+        quantize(source, tmp_path / "q")

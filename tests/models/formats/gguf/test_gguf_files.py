@@ -214,6 +214,9 @@ FAMILIES = {
     "nemotron": "NEMOTRON",
     "arcee": "ARCEE",
     "falcon-h1": "FALCON_H1",
+    "falcon": "FALCON",
+    "falcon-11b": "FALCON",
+    "falcon-40b": "FALCON",
     "jamba": "JAMBA",
     "apertus": "APERTUS",
     "ministral3": "MISTRAL3",
@@ -246,6 +249,7 @@ FAMILIES = {
     "afmoe": "AFMOE",
     "exaone-moe": "EXAONE_MOE",
     "hunyuan-moe": "HUNYUAN_MOE",
+    "glm-dsa": "GLM_DSA",
 }
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
 GRANITE = {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
@@ -257,6 +261,8 @@ OWN: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen3-moe": {"norm_topk_prob": True, "intermediate_size": 64},
     "smollm3": {"num_hidden_layers": 5},
+    "falcon": {"num_kv_heads": 1},
+    "falcon-11b": {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}, "ffn_hidden_size": 80},
     "jamba": {"num_hidden_layers": 6, "attn_layer_period": 3, "use_mamba_kernels": True},
     "falcon-h1": dict.fromkeys(zoo.FALCON_H1_MULTIPLIERS, 1.0)
     | {"mlp_multipliers": [1.0] * 2, "ssm_multipliers": [1.0] * 5}
@@ -272,6 +278,7 @@ OWN: dict[str, dict[str, Any]] = {
     | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
     **dict.fromkeys(("granite", "granite-moe", "granite-moe-shared", "granite-4", "granite-hybrid-moe"), GRANITE),
     "nemotron-h-moe": {"intermediate_size": 21504},
+    "glm-dsa": {"index_topk": 40},
     "gpt-neox": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}},
     "granite-hybrid": GRANITE | {"intermediate_size": 16, "num_experts_per_tok": 0, "position_embedding_type": "nope"},
 }
@@ -280,6 +287,7 @@ IN_PARTS = ("deepseek-v3", "granite-moe-shared", "qwen3-next", "gpt-oss", "grani
 ALPHA = {"rope_parameters": {"rope_type": "dynamic", "alpha": 1000.0, "rope_theta": 10000.0, "factor": 1.0}}
 WRITTEN_OTHERWISE: dict[str, dict[str, Any]] = {
     "falcon-h1": zoo.FALCON_H1_MULTIPLIERS,
+    "falcon": {"multi_query": False, "num_kv_heads": 4},
     "lfm2": {"block_auto_adjust_ff_dim": True, "block_multiple_of": 24},
     "gemma4": {"vocab_size_per_layer_input": 262},
     "qwen3.5": {"linear_num_value_heads": 6},
@@ -1336,7 +1344,7 @@ def test_llama_cpp_stores_the_same_bytes(mixture: str, weighted: bool, tmp_path:
 
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 9}
 EXPERTS = (
-    *("afmoe", "exaone-moe", "hunyuan-moe"),
+    *("afmoe", "exaone-moe", "hunyuan-moe", "glm-dsa"),
     *("dots1", "glm4-moe", "deepseek-v2", "deepseek-v3", "granite-moe-shared", "ernie4-5-moe", "lfm2-moe"),
     *("qwen3-next", "qwen3.5-moe", "gpt-oss", "gemma4", "gemma4-moe", "granite-hybrid", "granite-hybrid-moe"),
     *("nemotron-h", "nemotron-h-moe", "falcon-h1", "jamba", "kimi-linear"),
@@ -1356,6 +1364,7 @@ WIDE_TOO: dict[str, dict[str, Any]] = {
     "deepseek-v2": {"num_hidden_layers": 27, "kv_lora_rank": 256},
     "gemma4": {"num_hidden_layers": 6, "vocab_size_per_layer_input": 262},
     "gemma4-moe": {"num_hidden_layers": 6},
+    "glm-dsa": {"kv_lora_rank": 256, "q_lora_rank": 256, "indexer_types": ["full", "shared", "full"] * 3},
 }
 
 

@@ -12,11 +12,17 @@ import pytest
 
 import weightsmith
 from tests import llama_cpp, zoo
-from tests.gguf_help import BYTE_LEVEL, tokenizer_files, write_gguf
+from tests.gguf_help import BYTE_LEVEL, stored, tokenizer_files, write_gguf
 from tests.llama_cpp import needs_llama_cpp
-from weightsmith._base.errors import PlanError, Unsupported
+from tests.mini import write_checkpoint
+from weightsmith._base.errors import FormatError, PlanError, Unsupported
+from weightsmith._models.formats.gguf.architectures.glm import GlmDsa
+from weightsmith._models.formats.gguf.base.architecture import Contents
+from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufKeys
 from weightsmith._models.formats.gguf.header import read_gguf_header
 from weightsmith._models.formats.gguf.tokenizer import files
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
 
 
 def saved(name: str, folder: Path, **changes: Any) -> Path:
@@ -55,6 +61,16 @@ def written(name: str, folder: Path, **changes: Any) -> Path:
         ("hunyuan-moe", {"num_shared_expert": [2, 2]}, "num_shared_expert is 2, and llama.cpp takes 1 for granted"),
         ("hunyuan-moe", {"use_cla": True}, "use_cla is True, and llama.cpp takes False for granted"),
         ("hunyuan-moe", {"norm_topk_prob": False}, "norm_topk_prob is False, and llama.cpp takes True for granted"),
+        ("glm-dsa", {"index_head_dim": 32}, "index_head_dim is 32, which is not a multiple of 64"),
+        (
+            "glm-dsa",
+            {"indexer_types": ["shared", "full", "full"]},
+            "and not full or shared for each of 3 layers, the first one",
+        ),
+        ("glm-dsa", {"indexer_types": "absent", "index_topk_pattern": "FF"}, "indexer_types is 'FF', and not full or shared"),
+        ("glm-dsa", {"rope_parameters": YARN}, "rope_type is 'yarn', and llama.cpp takes 'default' for granted"),
+        ("glm-dsa", {"q_lora_rank": None}, "q_lora_rank is 'none', and llama.cpp takes 'a number' for granted"),
+        ("glm-dsa", {"index_n_heads": 16}, "index_n_heads .*is 512 in config.json|index_n_heads is 16 in config.json"),
     ],
 )
 def test_settings_that_llama_cpp_does_not_have(name: str, changes: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -131,3 +147,79 @@ def test_numbers_that_hunyuan_lists_for_each_layer(tmp_path: Path) -> None:
     listed = {"num_experts": [4, 4], "moe_topk": [2, 2], "moe_intermediate_size": [48, 48], "num_shared_expert": [1, 1]}
     keys = read_gguf_header(written("hunyuan-moe", tmp_path / "listed", **listed)).keys
     assert {name: str(value) for name, value in keys.items()} == {name: str(value) for name, value in plain.items()}
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [
+        ({"indexer_types": ["full", "shared", "shared"]}, "FSS"),
+        ({"index_topk_pattern": "FSF"}, "FSF"),
+        ({"index_topk_freq": 2, "index_skip_topk_offset": 1}, "FSF"),
+        ({"index_topk_freq": 4, "index_skip_topk_offset": 3}, "FFF"),
+        ({}, "FFF"),
+    ],
+)
+def test_layers_with_an_indexer_are_those_of_transformers(stated: dict[str, Any], expected: str) -> None:
+    """Whichever setting says so; llama.cpp takes GLM 5.2's where a file with a long context does not."""
+    import transformers
+
+    theirs = transformers.GlmMoeDsaConfig(num_hidden_layers=3, **stated)
+    assert "".join(kind[0].upper() for kind in theirs.indexer_types) == expected
+    keys = GgufKeys()
+    GlmDsa().put_more(GgufConfig({"num_hidden_layers": 3, **stated}), keys)
+    assert keys.values["attention.indexer.types"].value == [kind == "F" for kind in expected]
+
+
+def test_layers_with_an_indexer_in_a_file_that_does_not_say_it(tmp_path: Path) -> None:
+    keys = dict(read_gguf_header(written("glm-dsa", tmp_path)).keys) | {"glm-dsa.block_count": 8}
+    contents = Contents({"token_embd.weight": (262, 32), "output.weight": (262, 32)})
+    for types, context, expected in ((None, 1 << 17, "F" * 8), (None, 1 << 20, "FFFSSSFS"), ("FSSSFSSS", 1 << 20, "FSSSFSSS")):
+        stated = None if types is None else np.array([kind == "F" for kind in types])
+        changed = {**keys, "glm-dsa.context_length": context, "glm-dsa.attention.indexer.types": stated}
+        config = GlmDsa().config(changed, contents, "float32", "here")
+        assert "".join(kind[0].upper() for kind in config["indexer_types"]) == expected
+    with pytest.raises(FormatError, match=r"indexer\.types is .*, and not a truth value for each of 8 layers"):
+        GlmDsa().config({**keys, "glm-dsa.attention.indexer.types": np.ones(3, bool)}, contents, "float32", "here")
+
+
+def test_weights_that_choose_tokens_are_f32_where_nothing_is_quantised(tmp_path: Path) -> None:
+    source = saved("glm-dsa", tmp_path / "m")
+    for name, expected in (("f16", "F32"), ("q8_0", "Q8_0")):
+        weightsmith.quantize(source, tmp_path / name, f"gguf-{name}", progress=False)
+        assert stored(tmp_path / name / "model.gguf")["blk.0.indexer.proj.weight"][0] == expected
+
+
+STEEP = ("q_norm.weight", "k_norm.weight", "query_layernorm.weight", "key_layernorm.weight", "q_b_proj.weight", "wq_b.weight")
+STEEP += ("mlp.gate.weight", "mlp.router.gate.weight", "mlp.gate.wg.weight", "v_proj.weight", "down_proj.weight")
+MIXED = ["full_attention", "sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+
+
+@needs_llama_cpp
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("afmoe", {"rope_parameters": YARN}),
+        ("exaone-moe", {"layer_types": MIXED, "rope_parameters": YARN}),
+        ("glm-dsa", {"indexer_types": ["full", "full", "shared"], "n_routed_experts": 8, "n_group": 2}),
+    ],
+)
+def test_llama_cpp_computes_the_same_where_attention_and_routers_decide(
+    name: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Small random weights attend to all tokens alike: there, a wrong setting would hardly change the logits."""
+    import torch
+
+    source = zoo.save(name, tmp_path / "m", 1, dtype="float32", vocab_size=262, max_position_embeddings=64, **changes)
+    with weightsmith.open_checkpoint(source) as checkpoint:
+        tensors, config = {tensor: checkpoint.read(tensor) for tensor in checkpoint.specs}, checkpoint.config
+    write_checkpoint(source, {n: v * np.float32(8 if n.endswith(STEEP) else 1) for n, v in tensors.items()}, config)
+    (source / "tokenizer.json").write_bytes(tokenizer_files(BYTE_LEVEL)["tokenizer.json"])
+    weightsmith.quantize(source, tmp_path / "q", "gguf-f32", progress=False)
+    tokens = np.random.default_rng(0).integers(0, 256, 40).tolist()
+    model, _ = zoo.load(name, source)
+    with torch.inference_mode():
+        theirs = model(torch.tensor([tokens])).logits[0].numpy()
+    with llama_cpp.Judge(tmp_path / "q" / "model.gguf") as judge:
+        ours = judge.logits(tokens)
+    assert np.abs(ours - theirs).max() < 0.01 * np.abs(theirs).max()

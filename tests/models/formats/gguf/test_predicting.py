@@ -25,12 +25,13 @@ FAMILIES = {
     "glm4-moe": ("GLM4_MOE", "num_nextn_predict_layers"),
     "glm4-moe-lite": ("DEEPSEEK2", "num_nextn_predict_layers"),
     "exaone-moe": ("EXAONE_MOE", "num_nextn_predict_layers"),
+    "glm-dsa": ("GLM_DSA", "num_nextn_predict_layers"),
     "qwen3-next": ("QWEN3NEXT", "num_nextn_predict_layers"),
     "qwen3.5": ("QWEN35", "mtp_num_hidden_layers"),
     "qwen3.5-moe": ("QWEN35MOE", "mtp_num_hidden_layers"),
 }
 """Their names in gguf-py, and config.json's number of layers that predict."""
-NUMBERED = ("glm4-moe", "glm4-moe-lite")
+NUMBERED = ("glm4-moe", "glm4-moe-lite", "glm-dsa")
 """Those whose layers that predict are numbered on; the others have a stack of them."""
 LIKE = {"exaone-moe": 0}
 """Of those whose layers that predict have no experts: a layer without."""

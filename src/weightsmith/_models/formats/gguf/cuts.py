@@ -343,7 +343,7 @@ def _whole_shape(split: SplitTensor, shapes: Sequence[tuple[int, ...]]) -> tuple
 
 # ---- Tensors whose rows or columns have another order in a GGUF file: those of value heads that share a key head. The Hub has
 # those of the first key head first, then those of the second, and so on; llama.cpp has the first of every key head first, then
-# the second of every one.
+# the second of every one. Of Falcon, it has the queries of all key heads first, in the Hub's order.
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,6 +352,7 @@ class HeadOrder:
 
     parts     what they are, for users
     settings  of config.json that say how many there are
+    together  value heads of each key head that stay beside each other, before the others
     """
 
     axis: Literal[0, 1]
@@ -361,6 +362,7 @@ class HeadOrder:
     width: int
     parts: str = "value heads"
     settings: str = "linear_num_value_heads and the other linear_…"
+    together: int = 0
 
     @property
     def size(self) -> int:
@@ -371,7 +373,8 @@ class HeadOrder:
     def places(self) -> npt.NDArray[np.int64]:
         """int64 [size]: where each of llama.cpp's is in the Hub's."""
         heads = np.arange(self.values * self.width).reshape(self.keys, self.values // self.keys, self.width)
-        return np.concatenate([np.arange(self.before), self.before + heads.swapaxes(0, 1).reshape(-1)])
+        kept, others = heads[:, : self.together].reshape(-1), heads[:, self.together :].swapaxes(0, 1).reshape(-1)
+        return np.concatenate([np.arange(self.before), self.before + kept, self.before + others])
 
 
 @dataclass(frozen=True, slots=True)

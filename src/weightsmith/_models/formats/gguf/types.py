@@ -76,6 +76,8 @@ _FALLBACK = {
 }
 """Where the rows are no multiple of 256, or of 64."""
 
+_CHOOSES = ".indexer.proj.weight"
+"""Which llama.cpp's converter stores as F32, because it decides what a token attends to; its quantiser does not."""
 _PLAIN = (
     *(".ssm_conv1d.weight", ".ssm_conv1d_q.weight", ".ssm_conv1d_k.weight", ".ssm_conv1d_v.weight", ".shortconv.conv.weight"),
     *("position_embd.weight", "token_types.weight"),
@@ -158,7 +160,7 @@ def type_of(mixture: Mixture, spec: TensorSpec, shape: Shape, chosen: Chosen = (
         return "F32"
     asked = next((kind for pattern, kind in reversed(chosen) if pattern.search(name)), "")
     if not asked and mixture.default in ("F32", "F16", "BF16"):
-        return mixture.default
+        return "F32" if name.endswith(_CHOOSES) else mixture.default
     if name == _KEPT:
         return "F32"
     several = len(spec.shape) == 3 and spec.shape[0] > 1

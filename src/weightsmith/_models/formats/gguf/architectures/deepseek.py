@@ -43,6 +43,7 @@ EXPERT_NUMBERS = (
 )
 """`GgufArchitecture.numbers` of models that have DeepSeek's experts."""
 PREDICTING = Predicting("num_nextn_predict_layers")
+_PREDICT = ("glm4_moe_lite", "glm_moe_dsa")
 _LOG = "rope.scaling.yarn_log_multiplier"
 _HEADS = product_of("attention.head_count")
 _QUERIES = product_of("attention.head_count", "attention.key_length_mla")
@@ -88,7 +89,7 @@ class DeepseekV2(GgufArchitecture):
         **{"attention.key_length_mla": "(qk_nope_head_dim + qk_rope_head_dim)", "attention.value_length_mla": "v_head_dim"},
     }
     experts = "n_routed_experts"
-    numbers = EXPERT_NUMBERS
+    numbers: ClassVar[tuple[GgufKey, ...]] = EXPERT_NUMBERS
     constants = {"expert_gating_func": 1}
     fixed = {"attention_bias": False, "scoring_func": "softmax", "norm_topk_prob": False}
 
@@ -105,7 +106,7 @@ class DeepseekV2(GgufArchitecture):
         heads, rank, turned = (config.count(name) for name in ("num_attention_heads", "kv_lora_rank", "qk_rope_head_dim"))
         config.need("num_key_value_heads", config.count("num_key_value_heads", heads), heads)
         layers, tokens = config.count("num_hidden_layers"), config.count("vocab_size")
-        light = layers in (26, 27) or (layers, tokens) == (48, 128_256)  # so llama.cpp knows that queries have no such vector
+        light = self.has_plain_queries(layers, tokens)
         stated, expected = ("none" if is_absent else "a number" for is_absent in (config.get("q_lora_rank") is None, light))
         config.need("q_lora_rank", stated, expected)
         keys.u32("vocab_size", tokens)
@@ -124,6 +125,10 @@ class DeepseekV2(GgufArchitecture):
             if rope.get("attention_factor") is not None:  # llama.cpp's scale of attention would follow it
                 config.need("attention_factor", rope["attention_factor"], 1)
             keys.f32(_LOG, 0.1 * config.number("mscale_all_dim", None, rope))
+
+    def has_plain_queries(self, layers: int, tokens: int) -> bool:
+        """Whether llama.cpp takes it for granted that queries are not made of a latent vector of their own."""
+        return layers in (26, 27) or (layers, tokens) == (48, 128_256)
 
     def turned_by(self, config: GgufConfig, rope: Mapping[str, Any]) -> float | None:
         return 1.0  # as both numbers of `mscale` are equal
@@ -149,7 +154,7 @@ class DeepseekV3(DeepseekV2):
     """DeepSeek-V3, and Kimi K2 and GLM 4.7 Flash, which llama.cpp calls so, too."""
 
     class_name = "DeepseekV3ForCausalLM"
-    model_types = ("deepseek_v3", "kimi_k2", "glm4_moe_lite")
+    model_types: ClassVar[tuple[str, ...]] = ("deepseek_v3", "kimi_k2", "glm4_moe_lite")
     bare = ROUTER_BIAS
     constants = SIGMOID_ROUTER
     fixed = {"attention_bias": False, "scoring_func": "sigmoid", "rope_interleave": True}
@@ -160,7 +165,7 @@ class DeepseekV3(DeepseekV2):
 
     def of_model(self, config: Mapping[str, Any], names: Iterable[str]) -> Self:
         """As in `GgufArchitecture`; llama.cpp's converter leaves out the predictors of DeepSeek-V3."""
-        return super().of_model(config, names) if config.get("model_type") == "glm4_moe_lite" else self
+        return super().of_model(config, names) if config.get("model_type") in _PREDICT else self
 
     def check_groups(self, config: GgufConfig) -> None:
         """llama.cpp chooses groups as V3 does."""

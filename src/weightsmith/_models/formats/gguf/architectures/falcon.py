@@ -1,15 +1,16 @@
-"""Falcon-H1, whose layers attend and have Mamba 2 side by side."""
+"""Falcon, whose queries, keys and values are one tensor, and Falcon-H1, whose layers attend and have Mamba 2 side by side."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from weightsmith._models.formats.gguf.base.architecture import Contents, GgufArchitecture, GgufFamily, GgufKey
+from weightsmith._models.formats.gguf.base.architecture import Contents, GgufArchitecture, GgufFamily, GgufKey, head_dim
 from weightsmith._models.formats.gguf.base.mamba import INNER, MAMBA_SHAPES, mamba_bare, mamba_flat, mamba_layer
 from weightsmith._models.formats.gguf.base.tensors import ATTENTION, LAYER_SHAPES
 from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufKeys, GgufValues
+from weightsmith._models.formats.gguf.cuts import HeadOrder
 
 if TYPE_CHECKING:
     from weightsmith._models.formats.gguf.writing import Multiplied
@@ -119,4 +120,103 @@ class FalconH1(GgufArchitecture):
         return (*super().times(name, config), *([bands] if any(by != 1 for _, by in bands) else ()))
 
 
-FAMILY = GgufFamily((FalconH1(),))
+_KV, _NEW, _NORMS = "num_kv_heads", "new_decoder_architecture", "num_ln_in_parallel_attn"
+_LAYERS, _HUB_LAYERS = "model.layers.", "transformer.h."
+_CANONICAL, _PUBLISHED = "model.", "transformer."
+_SECOND_NORM = "attn_norm_2"
+
+
+def _norms(config: Mapping[str, Any]) -> int:
+    """The norms of a layer."""
+    norms = config.get(_NORMS)
+    return (2 if config.get(_NEW) else 1) if norms is None or not config.get(_NEW) else norms
+
+
+class Falcon(GgufArchitecture):
+    """Falcon 7B and 11B, of one norm a layer."""
+
+    name = "falcon"
+    class_name = "FalconForCausalLM"
+    model_types = ("falcon",)
+    square = True
+    layer: ClassVar[Mapping[str, str]] = {
+        **{"attn_qkv": "self_attention.query_key_value", "attn_output": "self_attention.dense"},
+        **{"ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h", "attn_norm": "input_layernorm"},
+    }
+    ends = {"token_embd": "model.word_embeddings", "output_norm": "model.ln_f", "output": "lm_head"}
+    sizes = {
+        **GgufArchitecture.sizes,
+        **{"feed_forward_length": "ffn_hidden_size", "attention.head_count_kv": _KV},
+    }
+    eps = ("attention.layer_norm_epsilon", "layer_norm_epsilon")
+    fixed: ClassVar[Mapping[str, Any]] = {"alibi": False, "bias": False, "activation": "gelu"}
+    norms: ClassVar[int] = 1
+
+    def fits(self, config: Mapping[str, Any]) -> bool:
+        return _norms(config) == self.norms
+
+    def holds(self, tensors: Container[str]) -> bool:
+        return (f"blk.0.{_SECOND_NORM}.weight" in tensors) == (self.norms == 2)
+
+    def complete(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The width of MLPs and the heads of keys, which follow from other settings as in transformers."""
+        width, heads = config.get("hidden_size", 4544), config.get("num_attention_heads", 71)
+        shared = not config.get(_NEW) and config.get("multi_query", True)
+        kv_heads = 1 if shared else config.get(_KV, heads) if config.get(_NEW) else heads
+        wide = config.get("ffn_hidden_size")
+        return {**config, _KV: kv_heads, "ffn_hidden_size": 4 * width if wide is None and isinstance(width, int) else wide}
+
+    def check(self, config: GgufConfig) -> None:
+        super().check(config)
+        if not config.get(_NEW, False):
+            config.need("parallel_attn", config.get("parallel_attn", True), True)
+        heads, kv_heads = config.count("num_attention_heads"), config.count(_KV)
+        if heads % kv_heads:
+            raise config.wrong("num_attention_heads", heads, f"and not a multiple of {_KV}, {kv_heads:,}")
+
+    def put_more(self, config: GgufConfig, keys: GgufKeys) -> None:
+        keys.put("tensor_data_layout", "str", "jploski")
+
+    def take_heads(self, values: GgufValues, config: dict[str, Any], default: int) -> int:
+        return default  # config.json does not say it
+
+    def take_more(self, values: GgufValues, config: dict[str, Any], contents: Contents) -> None:
+        config[_NEW] = self.norms == 2 or config[_KV] > 1
+        config["multi_query"] = True
+        if config[_NEW]:
+            config[_NORMS] = self.norms
+
+    def order(self, name: str, config: GgufConfig) -> HeadOrder | None:
+        """The Hub has the queries of the first key head, this key and its value first; llama.cpp has all queries first.
+
+        >>> config = GgufConfig({"num_attention_heads": 4, "num_kv_heads": 2, "hidden_size": 4})
+        >>> Falcon().order("blk.0.attn_qkv.weight", config).places.tolist()
+        [0, 1, 4, 5, 2, 6, 3, 7]
+        """
+        if ".attn_qkv." not in name or config.count(_KV) == 1:
+            return None
+        heads, kv_heads = config.count("num_attention_heads"), config.count(_KV)
+        parts, settings, together = "heads of q, k and v", f"num_attention_heads and {_KV}", heads // kv_heads
+        return HeadOrder(0, 0, kv_heads, heads + 2 * kv_heads, head_dim(config), parts, settings, together)
+
+    def canonical(self, name: str) -> str:
+        for published, canonical in ((_HUB_LAYERS, _LAYERS), (_PUBLISHED, _CANONICAL)):
+            if name.startswith(published):
+                return super().canonical(f"{canonical}{name.removeprefix(published)}")
+        return super().canonical(name)
+
+    def published(self, canonical: str) -> str:
+        for published, start in ((_HUB_LAYERS, _LAYERS), (_PUBLISHED, _CANONICAL)):
+            if canonical.startswith(start):
+                return f"{published}{canonical.removeprefix(start)}"
+        return canonical
+
+
+class Falcon40B(Falcon):
+    """Falcon 40B and 180B, whose attention and MLP have a norm each."""
+
+    layer = {**Falcon.layer, "attn_norm": "ln_mlp", _SECOND_NORM: "ln_attn"}
+    norms = 2
+
+
+FAMILY = GgufFamily((FalconH1(), Falcon40B(), Falcon()))

@@ -1,11 +1,13 @@
-"""GLM 4, and GLM 4.5 to 4.7 with DeepSeek's experts."""
+"""GLM 4, GLM 4.5 to 4.7 with DeepSeek's experts, and GLM 5, which is DeepSeek-V3 with attention to chosen tokens."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from weightsmith._models.formats.gguf.architectures.deepseek import EXPERT_NUMBERS, PREDICTING
-from weightsmith._models.formats.gguf.base.architecture import SIGMOID_ROUTER, Contents, GgufArchitecture, GgufFamily
+import numpy as np
+
+from weightsmith._models.formats.gguf.architectures.deepseek import EXPERT_NUMBERS, PREDICTING, DeepseekV3
+from weightsmith._models.formats.gguf.base.architecture import SIGMOID_ROUTER, Contents, GgufArchitecture, GgufFamily, GgufKey
 from weightsmith._models.formats.gguf.base.tensors import (
     ATTENTION,
     EXPERTS,
@@ -17,7 +19,10 @@ from weightsmith._models.formats.gguf.base.tensors import (
     ROUTER,
     ROUTER_BIAS,
     SHARED_EXPERTS,
+    WIDTH,
+    product_of,
 )
+from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufKeys, GgufValues
 
 
 class Glm4(GgufArchitecture):
@@ -53,4 +58,73 @@ class Glm4Moe(GgufArchitecture):
             config[setting] = any(stored.endswith(f".{name}") for stored in contents.shapes)
 
 
-FAMILY = GgufFamily((Glm4(), Glm4Moe()))
+_ROTATED = 64
+"""How many numbers of an indexer's head llama.cpp rotates at a time."""
+_TYPES = "attention.indexer.types"
+_HEADS, _WIDTH = "attention.indexer.head_count", "attention.indexer.key_length"
+
+
+class GlmDsa(DeepseekV3):
+    """GLM 5 to 5.2: an indexer chooses the tokens that a layer attends to, or those of a layer before it are taken."""
+
+    name = "glm-dsa"
+    class_name = "GlmMoeDsaForCausalLM"
+    model_types = ("glm_moe_dsa",)
+    layer = {
+        **DeepseekV3.layer,
+        **{"indexer.attn_q_b": "self_attn.indexer.wq_b", "indexer.attn_k": "self_attn.indexer.wk"},
+        **{"indexer.k_norm": "self_attn.indexer.k_norm", "indexer.proj": "self_attn.indexer.weights_proj"},
+    }
+    shapes = {
+        **DeepseekV3.shapes,
+        **{"indexer.attn_q_b": (product_of(_HEADS, _WIDTH), product_of("attention.q_lora_rank"))},
+        **{"indexer.attn_k": (product_of(_WIDTH), WIDTH), "indexer.proj": (product_of(_HEADS), WIDTH)},
+    }
+    numbers = (
+        *EXPERT_NUMBERS,
+        GgufKey(_HEADS, "index_n_heads"),
+        GgufKey(_WIDTH, "index_head_dim"),
+        GgufKey("attention.indexer.top_k", "index_topk"),
+    )
+    fixed = {**DeepseekV3.fixed, "mlp_bias": False}
+
+    def has_plain_queries(self, layers: int, tokens: int) -> bool:
+        return False
+
+    def check(self, config: GgufConfig) -> None:
+        super().check(config)
+        if (width := config.count("index_head_dim")) % _ROTATED:
+            raise config.wrong("index_head_dim", width, f"which is not a multiple of {_ROTATED}, as llama.cpp needs it")
+        rope = self.rope(config)
+        config.need("rope_type", rope["rope_type"], "default")
+        config.need("partial_rotary_factor", rope.get("partial_rotary_factor", 1), 1)
+
+    def put_more(self, config: GgufConfig, keys: GgufKeys) -> None:
+        keys.put(_TYPES, "bool", _has_indexer(config))
+
+    def take_more(self, values: GgufValues, config: dict[str, Any], contents: Contents) -> None:
+        super().take_more(values, config, contents)
+        layers = config["num_hidden_layers"]
+        stated = values.get(_TYPES)
+        if stated is None:  # as llama.cpp takes it, which tells GLM 5.2 by its context
+            every = 4 if config["max_position_embeddings"] >= 1 << 20 else 1
+            stated = np.array([max(i - 2, 0) % every == 0 for i in range(layers)])
+        if not isinstance(stated, np.ndarray) or stated.shape != (layers,):
+            raise values.wrong(_TYPES, stated, f"and not a truth value for each of {layers:,} layers")
+        config["indexer_types"] = ["full" if has_indexer else "shared" for has_indexer in stated]
+
+
+def _has_indexer(config: GgufConfig) -> list[bool]:
+    """Whether each layer of GLM 5 has an indexer, as one of three settings says."""
+    layers = config.count("num_hidden_layers")
+    types = config.get("indexer_types", config.get("index_topk_pattern"))
+    if types is None:
+        every, first = config.count("index_topk_freq", 1), config.count("index_skip_topk_offset", 2, least=0)
+        return [max(i - first + 1, 0) % every == 0 for i in range(layers)]
+    kinds = [{"F": "full", "S": "shared"}.get(kind, kind) for kind in types] if isinstance(types, list | str) else []
+    if len(kinds) != layers or not all(kind in ("full", "shared") for kind in kinds) or kinds[0] != "full":
+        raise config.wrong("indexer_types", types, f"and not full or shared for each of {layers:,} layers, the first one full")
+    return [kind == "full" for kind in kinds]
+
+
+FAMILY = GgufFamily((Glm4(), Glm4Moe(), GlmDsa()))

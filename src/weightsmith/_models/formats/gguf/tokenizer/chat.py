@@ -74,8 +74,7 @@ _ENDS = _TURN_ENDS | frozenset(
 _GLM = {"eot": "<|user|>", "unknown": "<|endoftext|>"}
 _NAMED: Mapping[str, Mapping[str, str]] = {
     "glm4": {**_GLM, "bos": "<|endoftext|>"},
-    "glm4_moe": {**_GLM, "bos": "[gMASK]", "eom": "<|observation|>"},
-    "glm4_moe_lite": {**_GLM, "bos": "[gMASK]", "eom": "<|observation|>"},
+    **dict.fromkeys(("glm4_moe", "glm4_moe_lite", "glm_moe_dsa"), _GLM | {"bos": "[gMASK]", "eom": "<|observation|>"}),
 }
 """For types of models whose tokenizers' files do not say it: tokens of special meaning."""
 

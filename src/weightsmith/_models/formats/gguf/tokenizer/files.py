@@ -484,7 +484,7 @@ def _pre_name(splitter: object, architecture: GgufArchitecture, *, whole: bool) 
     name = _split_name(splitter)
     if whole:
         return name
-    return (_MERGED_GLM if architecture.name.startswith("glm4") else _MERGED).get(name, name)
+    return (_MERGED_GLM if architecture.name.startswith("glm") else _MERGED).get(name, name)
 
 
 def _split_name(splitter: object) -> str:

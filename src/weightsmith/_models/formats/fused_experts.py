@@ -1,0 +1,108 @@
+"""Mixtures saved as transformers holds them in memory: the experts of a layer in two tensors.
+
+transformers 5 joins the experts of these models when it loads them, and takes them apart when it saves them. A state dict that
+was saved without it (torch.save, FSDP, a trainer) still has `experts.gate_up_proj`. It is read as the model's files
+on the Hub are: a matrix for each expert.
+
+    experts.gate_up_proj  [experts, 2 · inner, hidden], the rows of each gate before those of its up
+    experts.down_proj     [experts, hidden, inner]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from weightsmith._models.sources.parts import PartTensors, TensorPart
+from weightsmith.abc.stored import Specs
+from weightsmith.abc.tensors import Tensors
+
+GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """How files on the Hub name what transformers has joined.
+
+    projections  gate, up and down of an expert
+    renamed      ends of other names: in memory → in files
+    parent       of the experts: in memory, in files
+    """
+
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    parent: tuple[str, str] = ("mlp", "mlp")
+
+
+_QWEN = _Family()
+_MIXTRAL = _Family(("w1", "w3", "w2"), parent=("mlp", "block_sparse_moe"))
+_BIAS = "e_score_correction_bias"
+
+FAMILIES: Mapping[str, _Family] = {
+    **dict.fromkeys(
+        (
+            "afmoe cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 dots1 flex_olmo glm4_moe glm4_moe_lite glm4v_moe "
+            "glm_moe_dsa hunyuan_v1_moe olmoe qwen2_moe qwen3_moe qwen3_next"
+        ).split(),
+        _QWEN,
+    ),
+    "ernie4_5_moe": _Family(renamed={f"mlp.gate.moe_statics.{_BIAS}": f"mlp.moe_statics.{_BIAS}"}),
+    "exaone_moe": _Family(renamed={f"mlp.gate.{_BIAS}": f"mlp.{_BIAS}"}),
+    "jamba": _Family(parent=("feed_forward", "feed_forward")),
+    "lfm2_moe": _Family(("w1", "w3", "w2"), parent=("feed_forward", "feed_forward")),
+    "minimax": _MIXTRAL,
+    "minimax_m2": _MIXTRAL,
+    "mixtral": _MIXTRAL,
+}
+"""Values of `model_type` whose files have a matrix for each expert, as transformers 5.24 converts them (`conversion_mapping`).
+It joins experts of other types too, together with more renames."""
+
+
+def with_single_experts(source: Tensors, config: Mapping[str, Any], where: str) -> Tensors:
+    """The tensors as the model's files on the Hub have them; `source` itself if no experts are joined, or in another layout.
+
+    where  the model as the user named it, for messages
+    """
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None:
+        return source
+    joined = [name.removesuffix(GATE_UP) for name in source.specs if name.endswith(f".{family.parent[0]}.{GATE_UP}")]
+    if not joined or not all(_fits(source.specs, prefix) for prefix in joined):
+        return source
+    parts: dict[str, TensorPart] = {}
+    for name, spec in source.specs.items():
+        prefix = next((name.removesuffix(end) for end in (GATE_UP, DOWN) if name.endswith(end)), None)
+        if prefix in joined:
+            parts |= _experts(name, spec.shape, _in_files(prefix, family), family.projections)
+        else:
+            parts[_in_files(name, family)] = TensorPart(name, spec.shape)
+    return PartTensors(source, parts, where)
+
+
+def _fits(specs: Specs, prefix: str) -> bool:
+    """Both tensors are there, and their shapes belong together: those of no other layout do, as inner is not twice itself."""
+    shapes = [specs[name].shape if (name := prefix + end) in specs else () for end in (GATE_UP, DOWN)]
+    if [len(shape) for shape in shapes] != [3, 3]:
+        return False
+    (experts, both, hidden), down = shapes
+    return experts * both * hidden > 0 and both % 2 == 0 and down == (experts, hidden, both // 2)
+
+
+def _in_files(name: str, family: _Family) -> str:
+    for end, stored in family.renamed.items():
+        if name.endswith(f".{end}"):
+            return name.removesuffix(end) + stored
+    here, there = family.parent
+    return name if here == there else name.replace(f".{here}.", f".{there}.", 1)
+
+
+def _experts(name: str, shape: tuple[int, ...], prefix: str, projections: tuple[str, str, str]) -> dict[str, TensorPart]:
+    """The matrices of the experts of one joined tensor."""
+    gate, up, down = projections
+    of_tensor = (gate, up) if name.endswith(GATE_UP) else (down,)
+    experts, rows, cols = shape
+    rows //= len(of_tensor)
+    size = rows * cols
+    names = [f"{prefix}experts.{expert}.{projection}.weight" for expert in range(experts) for projection in of_tensor]
+    return {single: TensorPart(name, (rows, cols), ((k * size, size),)) for k, single in enumerate(names)}

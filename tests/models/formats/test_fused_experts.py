@@ -1,0 +1,114 @@
+"""Mixtures saved as transformers holds them: read as it would have saved them."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+from transformers.core_model_loading import revert_weight_conversion
+
+import weightsmith
+from tests.architectures import classes_of, small_configs
+from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._models.formats.fused_experts import FAMILIES, with_single_experts
+from weightsmith.abc.tensors import Tensors
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+Shapes = dict[str, tuple[int, ...]]
+ZERO: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+HEADS: dict[str, Any] = {"num_key_value_heads": 2, "intermediate_size": 16}
+SMALL: dict[str, dict[str, Any]] = {
+    "dots1": {**HEADS, "n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 8, "first_k_dense_replace": 1},
+    "hunyuan_v1_moe": {**HEADS, "num_experts": 4, "moe_topk": 2, "head_dim": 16},
+    "lfm2_moe": {
+        **HEADS,
+        "num_experts": 4,
+        "moe_intermediate_size": 8,
+        "num_dense_layers": 1,
+        "layer_types": ["conv", "full_attention"],
+    },
+}
+"""Of those that cannot be built on the meta device, or not with fewer layers alone."""
+
+
+def source_of(shapes: Shapes) -> Tensors:
+    """Names and shapes alone."""
+    specs = {name: TensorSpec(name, DTYPES["F32"], shape) for name, shape in shapes.items()}
+    return cast(Tensors, SimpleNamespace(specs=specs, identity="", paths=()))
+
+
+def read(shapes: Shapes, model_type: str) -> Shapes:
+    return {
+        name: spec.shape for name, spec in with_single_experts(source_of(shapes), {"model_type": model_type}, "m").specs.items()
+    }
+
+
+def built(model_type: str) -> tuple[Shapes, Shapes]:
+    """Names and shapes in memory, and as transformers saves them."""
+    given = [transformers.CONFIG_MAPPING[model_type](**ZERO, **SMALL[model_type])] if model_type in SMALL else []
+    for config, model_class in itertools.product((*given, *small_configs(model_type)), classes_of(model_type)):
+        try:
+            with torch.device("cpu" if given else "meta"):
+                model = cast(Any, model_class)._from_config(config)
+            state = model.state_dict()
+            saved = revert_weight_conversion(model, dict(state))
+        except Exception:  # whatever these sizes break on
+            continue
+        if any(name.endswith("gate_up_proj") for name in state):
+            in_memory, stored = ({name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (state, saved))
+            return in_memory, stored
+    pytest.fail(f"transformers builds no {model_type}")
+
+
+@pytest.mark.matrix("qwen3_moe", "mixtral", "exaone_moe", "lfm2_moe")
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_names_and_shapes_are_those_that_transformers_saves(model_type: str) -> None:
+    in_memory, saved = built(model_type)
+    assert read(in_memory, model_type) == saved
+    assert read(saved, model_type) == saved
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        ("Qwen3MoeConfig", {"moe_intermediate_size": 24, "num_experts": 3, "num_experts_per_tok": 2, "head_dim": 16}),
+        ("MixtralConfig", {"intermediate_size": 24, "num_local_experts": 3, "num_key_value_heads": 2}),
+    ],
+)
+def test_a_saved_state_dict_merges_with_the_model_on_the_hub(config: str, sizes: dict[str, Any], tmp_path: Path) -> None:
+    for seed, name in enumerate("ab"):
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**ZERO, **sizes))
+        model.save_pretrained(tmp_path / name)
+    shutil.copytree(tmp_path / "b", tmp_path / "trained")
+    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    assert any(name.endswith("experts.gate_up_proj") for name in state)
+    save_file(state, tmp_path / "trained" / "model.safetensors")
+
+    def merged(other: str) -> bytes:
+        weighted = [{"model": str(tmp_path / name), "parameters": {"weight": 0.5}} for name in ("a", other)]
+        weightsmith.merge({"merge_method": "linear", "models": weighted}, tmp_path / f"with-{other}", progress=False)
+        return (tmp_path / f"with-{other}" / "model.safetensors").read_bytes()
+
+    assert merged("trained") == merged("b")
+    plan = weightsmith.plan({"merge_method": "passthrough", "models": [{"model": str(tmp_path / "trained")}]})
+    assert any("its experts are read as a matrix for each" in warning.what for warning in plan.warnings)
+
+
+def test_experts_in_another_layout_are_left_as_they_are() -> None:
+    gate_up, down = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"
+    right: Shapes = {gate_up: (2, 12, 8), down: (2, 8, 6)}
+    assert len(read(right, "qwen3_moe")) == 6
+    assert read(right, "qwen3_vl_moe") == right  # its files have them so
+    for wrong in ({gate_up: (2, 8, 12), down: (2, 6, 8)}, {gate_up: (2, 12, 8)}, {gate_up: (12, 8), down: (8, 6)}):
+        assert read(wrong, "qwen3_moe") == wrong
+    assert read({gate_up: (2, 0, 8), down: (2, 8, 0)}, "qwen3_moe") == {gate_up: (2, 0, 8), down: (2, 8, 0)}
+    assert read({**right, down.replace(".0.", ".1."): (2, 8, 6)}, "qwen3_moe")[down.replace(".0.", ".1.")] == (2, 8, 6)
