@@ -40,13 +40,18 @@ T = TypeVar("T")
 
 
 def decoder_of(base: Base) -> Decoder:
-    """The module of a model, without weights. Raises PlanError."""
+    """The module of a model, without weights, which is kept for the next product. Raises PlanError."""
     return _decoder(json.dumps(asdict(base), sort_keys=True))
 
 
 @lru_cache(maxsize=1)
 def _decoder(text: str) -> Decoder:
-    decoder = build(Base(**json.loads(text)), {})
+    return build_decoder(Base(**json.loads(text)))
+
+
+def build_decoder(base: Base) -> Decoder:
+    """A module of the caller's own: plans are made while others run, and both change it. Raises PlanError."""
+    decoder = build(base, {})
     if isinstance(decoder, WeightsmithError):
         raise PlanError([decoder])
     return decoder

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from weightsmith._base.errors import FormatError, NonFinite, ParameterError, Unsupported
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._kernels.codes import pack_down
-from weightsmith._models.formats import awq, find_encoding, hessians
+from weightsmith._models.formats import find_encoding, hessians
 from weightsmith._models.formats.exl2.layout import BITS, padded, stored_specs, why_illegal
 from weightsmith._models.formats.exl2.writing import (
     GRID,
@@ -446,8 +446,11 @@ def test_integers_with_a_hessian_change_the_output_less(encoding: str) -> None:
     assert error(None) > 1.35 * error(prepare(x.T @ x))
 
 
-def test_awq_narrows_a_range_for_numbers_that_matter_less_than_their_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, x, kind = random_weight(64, 256), random_inputs(256), find_encoding("awq-4bit")
+@pytest.mark.parametrize("encoding", ["w4a16", "w4a16-channel", "gptq-4bit", "awq-4bit"])
+def test_a_range_is_narrowed_for_numbers_that_matter_less_than_their_neighbours(
+    encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, x, kind = random_weight(64, 256), random_inputs(256), find_encoding(encoding)
     weight[:, ::32] *= 6
     x[:, ::32] *= 0.01
     hessian = prepare(x.T @ x)
@@ -457,7 +460,7 @@ def test_awq_narrows_a_range_for_numbers_that_matter_less_than_their_neighbours(
         return float(np.linalg.norm(x @ (decoded - weight).T))
 
     narrowed = error()
-    monkeypatch.setattr(awq, "_SHARES", ())
+    monkeypatch.setattr(hessians, "SHARES", hessians.SHARES[:1])
     assert narrowed < 0.8 * error()
 
 

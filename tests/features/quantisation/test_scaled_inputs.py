@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 import shutil
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +33,7 @@ from tests.calibration_help import (
     settings,
 )
 from tests.fork_help import Forked
-from weightsmith._activations.decoder import Base, spread
+from weightsmith._activations.decoder import Base, forward, spread
 from weightsmith._activations.decoder.channels import scalable
 from weightsmith._activations.decoder.forward import Decoder, Layer, build
 from weightsmith._activations.running import LayerRows
@@ -284,6 +286,30 @@ def test_the_plan_counts_weights_without_scales_and_tensors_that_change(tmp_path
     assert any("4 of 8 weights get no AWQ scales" in warning for warning in warnings), warnings
     assert stored["calibrated: quantised for what enters the layer"] == 8
     assert stored["it changes with the scales of calibrated weights"] == 4
+
+
+def test_plans_that_are_made_at_once_are_the_same(uneven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other plan begins to look at a layer while the first one does."""
+    options, looking, both = options_of(tmp_path), forward.record, threading.Barrier(2)
+
+    def slowly(body: Any, layers: Any, **inputs: Any) -> Any:
+        def wait(*_args: Any) -> None:
+            both.wait(60)
+
+        hook = body.register_forward_pre_hook(wait)
+        try:
+            return looking(body, layers, **inputs)
+        finally:
+            hook.remove()
+
+    def plan(_number: int) -> object:
+        with prepared_for(uneven, options, "awq-4bit") as prepared:
+            return prepared.plan.to_json()
+
+    alone = plan(0)
+    monkeypatch.setattr(forward, "record", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(plan, range(2))) == [alone, alone]
 
 
 def test_norms_of_a_merge_are_scaled_as_the_merge_would_store_them(uneven: Path, tmp_path: Path) -> None:

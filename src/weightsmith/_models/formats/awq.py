@@ -48,8 +48,6 @@ from weightsmith.abc.tensors import Tensors
 METHOD = "awq"
 BITS = 4
 _PARTS = (".qweight", ".qzeros", ".scales")
-_SHARES = tuple(np.float32(share) for share in (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55))
-"""Shares of a range that are tried."""
 _ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7], np.uint32)
 """The nibble that holds output i of 8."""
 
@@ -150,9 +148,10 @@ class Awq(TransposedEncoding):
         lows, highs = np.empty((2, len(weight), weight.shape[1] // group), np.float32)
         group_extremes(weight.reshape(-1), group, lows.reshape(-1), highs.reshape(-1))
         lows, highs = np.minimum(lows, 0), np.maximum(highs, 0)
-        steps, zeros = self._grid(lows, highs)
-        if codes_of is not None:
-            self._narrow(weight, lows, highs, codes_of.costs, steps, zeros)
+        if codes_of is None:
+            steps, zeros = self._grid(lows, highs)
+        else:
+            steps, zeros = codes_of.narrowed(weight, lambda share: self._grid(lows * share, highs * share))
         scales[:] = steps.T
         qzeros[:] = _packed(np.ascontiguousarray(zeros.T.astype(np.uint8)))
         if codes_of is not None:  # they are symmetric: those of a weight whose zeros are in the middle
@@ -167,22 +166,6 @@ class Awq(TransposedEncoding):
         with np.errstate(over="ignore"):  # an infinite range has no scale
             steps = half_scales((highs - lows).reshape(-1), top).reshape(lows.shape)
         return steps, np.clip(np.rint(-lows / steps), 0, top)
-
-    def _narrow(self, weight: Rows, lows: Rows, highs: Rows, costs: Rows, steps: Rows, zeros: Rows) -> None:
-        """Give groups the scales and zeros of a narrower range, where what this clips costs less than what it gains.
-
-        costs         of the square of an error, by column
-        steps, zeros  of the whole ranges; changed in place
-        """
-        from weightsmith._kernels.codes import group_costs
-
-        least, totals = np.empty((2, *steps.shape))
-        group_costs(weight, self.group, steps, zeros, self.bits, costs, least)
-        for share in _SHARES:
-            tried_steps, tried_zeros = self._grid(lows * share, highs * share)
-            group_costs(weight, self.group, tried_steps, tried_zeros, self.bits, costs, totals)
-            better = totals < least
-            least[better], steps[better], zeros[better] = totals[better], tried_steps[better], tried_zeros[better]
 
     def dequantise(self, arrays: Arrays, shape: tuple[int, ...]) -> Rows:
         from weightsmith._kernels.codes import dequantise_transposed

@@ -56,6 +56,9 @@ DAMPING = 0.12
 MIN_DAMPING = 1e-5
 ATTEMPTS = 10
 
+SHARES = tuple(np.float32(share) for share in (1, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55))
+"""Shares of the range of a group that are tried."""
+
 PREPARE_BYTES = 13
 """For each number of a Hessian that `prepare` takes, besides the Hessian."""
 
@@ -194,6 +197,36 @@ class CodesOf:
 
     def __call__(self, weight: Floats, scales: Floats) -> Floats:
         return quantise_fixed_groups(weight, self.hessian, self.bits, scales)
+
+    def narrowed(self, weight: Floats, grid: Callable[[np.float32], tuple[Floats, Floats]]) -> tuple[Floats, Floats]:
+        """The scales and zeros of groups whose ranges are narrower where what this clips costs less than what it gains.
+
+        weight  float32 [N, K], finite
+        grid    (share of the ranges) → scales and zeros, float32 [N, groups] each, as `group_costs` takes them
+
+        Of `SHARES`, each group gets the first of those with the least errors that later features cannot make up for.
+        """
+        from weightsmith._kernels.codes import group_costs
+
+        steps, zeros = grid(SHARES[0])
+        least, totals = np.empty((2, *steps.shape))
+        group, costs = weight.shape[1] // steps.shape[1], self.costs
+        group_costs(weight, group, steps, zeros, self.bits, costs, least)
+        for share in SHARES[1:]:
+            tried_steps, tried_zeros = grid(share)
+            group_costs(weight, group, tried_steps, tried_zeros, self.bits, costs, totals)
+            better = totals < least
+            least[better], steps[better], zeros[better] = totals[better], tried_steps[better], tried_zeros[better]
+        return steps, zeros
+
+    def narrowed_scales(self, weight: Floats, scales_of: Callable[[np.float32], Floats]) -> Floats:
+        """`narrowed` for symmetric codes. scales_of: (share of the ranges) → scales, float32 [N, groups]."""
+
+        def grid(share: np.float32) -> tuple[Floats, Floats]:
+            scales = scales_of(share)
+            return scales, np.full_like(scales, 1 << (self.bits - 1))
+
+        return self.narrowed(weight, grid)[0]
 
     @property
     def costs(self) -> Floats:

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import PurePath
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from weightsmith._activations.decoder import Features
 from weightsmith._activations.model import TextRun, result_of, text_for
@@ -27,6 +28,9 @@ from weightsmith._models.structure.vocabulary import is_embedding
 from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._plans import COPY, PLAIN, PRODUCTS, FollowUp, PlanDraft, Product, Read, Step
 from weightsmith.abc.stored import CacheEncoding
+
+if TYPE_CHECKING:
+    from weightsmith._activations.decoder.forward import Decoder
 
 INSTEAD = "; or use --calibration none, which needs no forward pass"
 
@@ -209,11 +213,15 @@ class Chain(TextRun):
         encoded  steps of the calibrated weights
         rounded  names of weights that are quantised as they are, so that none of their inputs is scaled
         """
-        from weightsmith._activations.running import decoder_of
-
         specs = {step.out.name: step.out for step in self.steps(layer) if step.out.name not in rounded}
         weights = {weight: step.encoding for weight, step in encoded.items()}
-        return chosen_features(decoder_of(self.base).scalable(layer, self._shapes), weights, specs)
+        return chosen_features(self._decoder.scalable(layer, self._shapes), weights, specs)
+
+    @cached_property
+    def _decoder(self) -> Decoder:
+        from weightsmith._activations.running import build_decoder
+
+        return build_decoder(self.base)
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:

@@ -58,7 +58,8 @@ w4a16 and w8a16: integers of 4 or 8 bits with a scale for each group of a row, l
 
 Activations stay as they are. Weights are rounded to nearest, in float32, over the scale as stored in bfloat16 (see
 fp8-dynamic). The width of a weight must be a multiple of the group, as engines require. A calibration scales the input
-features of weights first, as for AWQ (`scaled`), and chooses codes as GPTQ does.
+features of weights first, as for AWQ (`scaled`), narrows ranges where this makes the output's error smaller, and chooses codes
+as GPTQ does.
 
 w4a16-channel and w8a16-channel: the same, with a scale for each row, [rows, 1]. They are for widths that no group divides.
 vLLM fills such matrices up to whole tiles of its Marlin kernel. It needs rows that fill their words: the width is a multiple
@@ -263,11 +264,6 @@ def _integers(bits: int, **arguments: Any) -> dict[str, Any]:
     return {"num_bits": bits, "type": "int", **arguments}
 
 
-def _integer_scales(rows: Rows, bits: int, wide: int, stored: Bytes) -> Rows:
-    """Write the scales of rows or groups, and return them: float32 [blocks]."""
-    return bf16_scales(maxima_of(rows, 1, wide), 2 ** (bits - 1) - 0.5, stored)
-
-
 def _fill_integers(
     spec: TensorSpec, rows: Rows, outs: Sequence[Bytes], numbers: Rows, *, bits: int = 8, group: int = 0, packed: bool = False
 ) -> None:
@@ -275,7 +271,7 @@ def _fill_integers(
     from weightsmith._kernels.codes import quantise_integers
 
     wide, offset = group or rows.shape[1], 2 ** (bits - 1) if packed else 0
-    scales = _integer_scales(rows, bits, wide, outs[1])
+    scales = bf16_scales(maxima_of(rows, 1, wide), 2 ** (bits - 1) - 0.5, outs[1])
     quantise_integers(rows.reshape(-1), wide, scales, bits, offset, outs[0])
     if packed:
         outs[2][:] = np.array(spec.shape, "<i8").view(np.uint8)
@@ -305,11 +301,18 @@ class _Packed(MatrixEncoding):
         from weightsmith._kernels.codes import quantise_integers
 
         (rows, cols), bits, group = weight.shape, int(self.bits), self.group or weight.shape[1]
-        words, stored = np.empty((rows, cols * bits // 32), "<i4"), np.empty((rows, cols // group), DTYPES["BF16"].numpy)
-        scales = _integer_scales(weight, bits, group, stored.reshape(-1).view(np.uint8))
+        words, maxima = np.empty((rows, cols * bits // 32), "<i4"), maxima_of(weight, 1, group)
+
+        def scales_of(share: np.float32) -> Rows:
+            return bf16_scales(maxima * share, 2 ** (bits - 1) - 0.5, np.empty(2 * maxima.size, np.uint8)).reshape(rows, -1)
+
+        scales = scales_of(np.float32(1)) if codes_of is None else codes_of.narrowed_scales(weight, scales_of)
+        stored = scales.astype(DTYPES["BF16"].numpy)
         if codes_of is not None:
-            weight, scales = codes_of(weight, scales.reshape(stored.shape)), np.ones_like(scales)
-        quantise_integers(weight.reshape(-1), group, scales, bits, 2 ** (bits - 1), words.reshape(-1).view(np.uint8))
+            weight, scales = codes_of(weight, scales), np.ones_like(scales)
+        quantise_integers(
+            weight.reshape(-1), group, scales.reshape(-1), bits, 2 ** (bits - 1), words.reshape(-1).view(np.uint8)
+        )
         return words, stored, np.array(weight.shape, np.int64)
 
     def dequantise(self, arrays: Arrays, shape: tuple[int, ...]) -> Rows:
