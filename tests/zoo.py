@@ -272,6 +272,18 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**DEEPSEEK, "num_hidden_layers": 3, "n_shared_experts": 2, "routed_scaling_factor": 2.5, "q_lora_rank": 16}
         | {"index_topk": 8, "index_head_dim": 64, "index_n_heads": 32, "indexer_types": ["full", "shared", "full"]},
     ),
+    "mimo2": (
+        "MiMoV2FlashForCausalLM",
+        "MiMoV2FlashConfig",
+        {**HEADS, "num_hidden_layers": 7, "n_routed_experts": 8, "n_group": 2, "num_experts_per_tok": 2, "sliding_window": 8}
+        | {"moe_intermediate_size": 16, "head_dim": 16, "v_head_dim": 8}
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            }
+        },
+    ),
     "exaone-moe": (
         "ExaoneMoeForCausalLM",
         "ExaoneMoeConfig",

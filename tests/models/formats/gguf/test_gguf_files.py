@@ -253,6 +253,7 @@ FAMILIES = {
     "exaone-moe": "EXAONE_MOE",
     "hunyuan-moe": "HUNYUAN_MOE",
     "glm-dsa": "GLM_DSA",
+    "mimo2": "MIMO2",
 }
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
 GRANITE = {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
@@ -1347,7 +1348,7 @@ def test_llama_cpp_stores_the_same_bytes(mixture: str, weighted: bool, tmp_path:
 
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 9}
 EXPERTS = (
-    *("afmoe", "exaone-moe", "hunyuan-moe", "glm-dsa"),
+    *("afmoe", "exaone-moe", "hunyuan-moe", "glm-dsa", "mimo2"),
     *("dots1", "glm4-moe", "deepseek-v2", "deepseek-v3", "granite-moe-shared", "ernie4-5-moe", "lfm2-moe"),
     *("qwen3-next", "qwen3.5-moe", "gpt-oss", "gemma4", "gemma4-moe", "granite-hybrid", "granite-hybrid-moe"),
     *("nemotron-h", "nemotron-h-moe", "falcon-h1", "jamba", "kimi-linear", "mamba", "mamba2"),

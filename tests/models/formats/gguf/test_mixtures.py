@@ -17,12 +17,15 @@ from tests.llama_cpp import needs_llama_cpp
 from tests.mini import write_checkpoint
 from weightsmith._base.errors import FormatError, PlanError, Unsupported
 from weightsmith._models.formats.gguf.architectures.glm import GlmDsa
+from weightsmith._models.formats.gguf.architectures.mimo import MimoV2
 from weightsmith._models.formats.gguf.base.architecture import Contents
 from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufKeys
 from weightsmith._models.formats.gguf.header import read_gguf_header
 from weightsmith._models.formats.gguf.tokenizer import files
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
+
+MIMO = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
 
 def saved(name: str, folder: Path, **changes: Any) -> Path:
@@ -71,6 +74,20 @@ def written(name: str, folder: Path, **changes: Any) -> Path:
         ("glm-dsa", {"rope_parameters": YARN}, "rope_type is 'yarn', and llama.cpp takes 'default' for granted"),
         ("glm-dsa", {"q_lora_rank": None}, "q_lora_rank is 'none', and llama.cpp takes 'a number' for granted"),
         ("glm-dsa", {"index_n_heads": 16}, "index_n_heads .*is 512 in config.json|index_n_heads is 16 in config.json"),
+        ("mimo2", {"swa_head_dim": 8}, "swa_head_dim is 8, and llama.cpp takes 16 for granted"),
+        ("mimo2", {"swa_num_key_value_heads": 2}, "swa_num_key_value_heads is 2, and llama.cpp takes 4 for granted"),
+        ("mimo2", {"routed_scaling_factor": 2.0}, "routed_scaling_factor is 2.0, and llama.cpp takes 1.0 for granted"),
+        ("mimo2", {"sliding_window": None}, "sliding_window is missing"),
+        (
+            "mimo2",
+            {"rope_parameters": {"full_attention": {**MIMO, "partial_rotary_factor": 0.25}, "sliding_attention": MIMO}},
+            "partial_rotary_factor of sliding_attention is 0.5, and llama.cpp takes 0.25 for granted",
+        ),
+        (
+            "mimo2",
+            {"rope_parameters": {"full_attention": MIMO, "sliding_attention": {**MIMO, "rope_type": "linear", "factor": 2.0}}},
+            "rope_type of sliding_attention is 'linear', and llama.cpp takes 'default' for granted",
+        ),
     ],
 )
 def test_settings_that_llama_cpp_does_not_have(name: str, changes: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -189,6 +206,38 @@ def test_weights_that_choose_tokens_are_f32_where_nothing_is_quantised(tmp_path:
         assert stored(tmp_path / name / "model.gguf")["blk.0.indexer.proj.weight"][0] == expected
 
 
+def test_mimo_under_published_names(tmp_path: Path) -> None:
+    """The window of published models is that of SGLang, which counts the tokens before each, as transformers reads it."""
+    rope = {"full_attention": {**MIMO, "rope_theta": 5e6}, "sliding_attention": MIMO}
+    plain = read_gguf_header(written("mimo2", tmp_path / "plain", sliding_window=9, rope_parameters=rope)).keys
+    published = {
+        **{"sliding_window": 8, "sliding_window_size": 8, "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, 1]},
+        **{"layer_types": "absent", "mlp_layer_types": "absent", "rope_parameters": "absent"},
+        **{"rope_theta": 5000000, "swa_rope_theta": 10000, "partial_rotary_factor": 0.5, "routed_scaling_factor": None},
+    }
+    keys = read_gguf_header(written("mimo2", tmp_path / "published", **published)).keys
+    assert {name: str(value) for name, value in keys.items()} == {name: str(value) for name, value in plain.items()}
+    assert keys["mimo2.attention.sliding_window"] == 9
+
+
+def test_keys_of_mimo_for_layers_that_predict(tmp_path: Path) -> None:
+    """llama.cpp's converter writes numbers of those layers, too."""
+    keys = dict(read_gguf_header(written("mimo2", tmp_path)).keys) | {"mimo2.block_count": 8, "mimo2.nextn_predict_layers": 1}
+    heads, slides = keys["mimo2.attention.head_count_kv"], keys["mimo2.attention.sliding_window_pattern"]
+    more = {
+        "mimo2.attention.head_count_kv": np.append(heads, 4),
+        "mimo2.attention.sliding_window_pattern": np.append(slides, True),
+    }
+    contents = Contents({"token_embd.weight": (262, 32), "output.weight": (262, 32)})
+    config = MimoV2().config(keys | more, contents, "float32", "here")
+    assert (config["num_hidden_layers"], config["num_key_value_heads"]) == (7, 2)
+    assert config["layer_types"] == ["full_attention", *["sliding_attention"] * 4, "full_attention", "sliding_attention"]
+    with pytest.raises(FormatError, match=r"head_count_kv is .*, and not a whole number for each of 7 layers"):
+        MimoV2().config(keys | more | {"mimo2.attention.head_count_kv": heads[:3]}, contents, "float32", "here")
+    with pytest.raises(Unsupported, match="not twice as large in layers with a window"):
+        MimoV2().config(keys | more | {"mimo2.attention.head_count_kv": np.full(8, 2)}, contents, "float32", "here")
+
+
 STEEP = ("q_norm.weight", "k_norm.weight", "query_layernorm.weight", "key_layernorm.weight", "q_b_proj.weight", "wq_b.weight")
 STEEP += ("mlp.gate.weight", "mlp.router.gate.weight", "mlp.gate.wg.weight", "v_proj.weight", "down_proj.weight")
 MIXED = ["full_attention", "sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
@@ -202,6 +251,7 @@ MIXED = ["full_attention", "sliding_attention", "sliding_attention", "full_atten
         ("afmoe", {"rope_parameters": YARN}),
         ("exaone-moe", {"layer_types": MIXED, "rope_parameters": YARN}),
         ("glm-dsa", {"indexer_types": ["full", "full", "shared"], "n_routed_experts": 8, "n_group": 2}),
+        ("mimo2", {"layer_types": MIXED[::-1] + MIXED[:2], "mlp_layer_types": ["sparse", "dense"] * 3 + ["sparse"]}),
     ],
 )
 def test_llama_cpp_computes_the_same_where_attention_and_routers_decide(
