@@ -322,6 +322,24 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         "MambaConfig",
         {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "state_size": 4},
     ),
+    "falcon-mamba": (
+        "FalconMambaForCausalLM",
+        "FalconMambaConfig",
+        {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 64, "state_size": 4},
+    ),
+    "mamba2": (
+        "Mamba2ForCausalLM",
+        "Mamba2Config",
+        {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "vocab_size": 64,
+            "state_size": 8,
+            "n_groups": 2,
+            "num_heads": 4,
+            "head_dim": 16,
+        },
+    ),
     "jamba": (
         "JambaForCausalLM",
         "JambaConfig",

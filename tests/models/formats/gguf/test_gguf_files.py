@@ -218,6 +218,9 @@ FAMILIES = {
     "falcon-11b": "FALCON",
     "falcon-40b": "FALCON",
     "jamba": "JAMBA",
+    "mamba": "MAMBA",
+    "falcon-mamba": "MAMBA",
+    "mamba2": "MAMBA2",
     "apertus": "APERTUS",
     "ministral3": "MISTRAL3",
     "qwen2-vl": "QWEN2VL",
@@ -1062,7 +1065,7 @@ def refused(name: str = "q8_0", **options: Any) -> str:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "mamba"}, "no GGUF file can be written of a model of the type 'mamba'"),
+        ({"model_type": "rwkv"}, "no GGUF file can be written of a model of the type 'rwkv'"),
         ({"model_type": "qwen2"}, ""),
         ({"num_attention_heads": "many"}, "num_attention_heads is 'many', not a positive whole number"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic', and llama.cpp takes 'default'"),
@@ -1349,7 +1352,7 @@ EXPERTS = (
     *("afmoe", "exaone-moe", "hunyuan-moe", "glm-dsa", "mimo2", "phimoe"),
     *("dots1", "glm4-moe", "deepseek-v2", "deepseek-v3", "granite-moe-shared", "ernie4-5-moe", "lfm2-moe"),
     *("qwen3-next", "qwen3.5-moe", "gpt-oss", "gemma4", "gemma4-moe", "granite-hybrid", "granite-hybrid-moe"),
-    *("nemotron-h", "nemotron-h-moe", "falcon-h1", "jamba", "kimi-linear"),
+    *("nemotron-h", "nemotron-h-moe", "falcon-h1", "jamba", "kimi-linear", "mamba", "mamba2"),
 )
 MIXERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 GRANITE_9 = {"layer_types": ["attention" if i in (2, 5, 6) else "mamba" for i in range(9)], "mamba_d_head": 128}
@@ -1360,6 +1363,8 @@ WIDE_TOO: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("granite-hybrid", "granite-hybrid-moe"), GRANITE_9 | {"shared_intermediate_size": 256}),
     "kimi-linear": {"layer_types": ["full_attention" if i in (2, 5, 6) else "linear_attention" for i in range(9)]}
     | {"kv_lora_rank": 256, "linear_head_dim": 64, "qk_nope_head_dim": 256},
+    "mamba": {"intermediate_size": 512, "time_step_rank": 256},
+    "mamba2": {"num_heads": 4, "head_dim": 128},
     "jamba": {"attn_layer_period": 4, "attn_layer_offset": 2, "mamba_dt_rank": 256},
     "falcon-h1": {"head_dim": 64, "mamba_d_ssm": 256, "mamba_d_head": 64},
     "lfm2-moe": {"num_hidden_layers": 9, "layer_types": ["full_attention" if i in (3, 4, 6) else "conv" for i in range(9)]},

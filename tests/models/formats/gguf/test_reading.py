@@ -494,8 +494,8 @@ def test_merges_that_give_no_token(tmp_path: Path) -> None:
 
 
 def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(Unsupported, match="a GGUF file of the architecture 'mamba'"):
-        open_checkpoint(write_gguf(tmp_path / "a.gguf", "mamba", llama(), KEYS))
+    with pytest.raises(Unsupported, match="a GGUF file of the architecture 'rwkv6'"):
+        open_checkpoint(write_gguf(tmp_path / "a.gguf", "rwkv6", llama(), KEYS))
 
 
 def test_without_libgguf_plain_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
