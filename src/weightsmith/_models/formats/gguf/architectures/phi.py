@@ -40,6 +40,7 @@ class Phi2(GgufArchitecture):
 
 _FACTORS = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
 _ORIGINAL = "rope.scaling.original_context_length"
+_CONTEXT = "original_max_position_embeddings"
 _MSCALES = ("short_mscale", "long_mscale")
 
 
@@ -125,7 +126,10 @@ class PhiMoe(Phi3):
     fixed = {**UNTIED, "attention_bias": True, "lm_head_bias": True}
 
     def complete(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {"original_max_position_embeddings": config.get("max_position_embeddings"), **config}
+        """The context before it grew is that of the settings of RoPE, if they have it, as in transformers."""
+        rope = config.get("rope_scaling") or config.get("rope_parameters")
+        stated = rope.get(_CONTEXT) if isinstance(rope, dict) else None
+        return {_CONTEXT: config.get("max_position_embeddings"), **config, **({} if stated is None else {_CONTEXT: stated})}
 
     def put_rope(self, config: GgufConfig, keys: GgufKeys) -> None:
         super().put_rope(config, keys)
@@ -141,7 +145,7 @@ class PhiMoe(Phi3):
             scaling.pop("attention_factor", None)
             scaling["rope_type"] = scaling.pop("type")
             scaling |= dict.fromkeys(_MSCALES, values.float32(ATTENTION_FACTOR, 1.0))
-            scaling["original_max_position_embeddings"] = config["original_max_position_embeddings"]
+            scaling[_CONTEXT] = config[_CONTEXT]
 
 
 FAMILY = GgufFamily((Phi2(), Phi3(), PhiMoe()))
