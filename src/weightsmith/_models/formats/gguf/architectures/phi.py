@@ -126,10 +126,11 @@ class PhiMoe(Phi3):
     fixed = {**UNTIED, "attention_bias": True, "lm_head_bias": True}
 
     def complete(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The context before it grew is that of the settings of RoPE, if they have it, as in transformers."""
-        rope = config.get("rope_scaling") or config.get("rope_parameters")
-        stated = rope.get(_CONTEXT) if isinstance(rope, dict) else None
-        return {_CONTEXT: config.get("max_position_embeddings"), **config, **({} if stated is None else {_CONTEXT: stated})}
+        """The context before it grew is that of the settings of RoPE alone where frequencies are scaled, as in transformers."""
+        whole, rope = config.get("max_position_embeddings"), config.get("rope_scaling") or config.get("rope_parameters")
+        if isinstance(rope, dict) and (rope.get("rope_type") or rope.get("type") or "default") != "default":
+            return {**config, _CONTEXT: rope.get(_CONTEXT, whole)}
+        return {_CONTEXT: whole, **config}
 
     def put_rope(self, config: GgufConfig, keys: GgufKeys) -> None:
         super().put_rope(config, keys)
