@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +12,12 @@ from typing import Any, cast
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers.core_model_loading import revert_weight_conversion
 
 import weightsmith
 from tests.architectures import classes_of, small_configs
+from weightsmith._base.errors import FormatError
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats.fused_experts import FAMILIES, with_single_experts
 from weightsmith.abc.tensors import Tensors
@@ -39,9 +41,9 @@ SMALL: dict[str, dict[str, Any]] = {
 """Of those that cannot be built on the meta device, or not with fewer layers alone."""
 
 
-def source_of(shapes: Shapes) -> Tensors:
+def source_of(shapes: Shapes, dtype: str = "F32") -> Tensors:
     """Names and shapes alone."""
-    specs = {name: TensorSpec(name, DTYPES["F32"], shape) for name, shape in shapes.items()}
+    specs = {name: TensorSpec(name, DTYPES[dtype], shape) for name, shape in shapes.items()}
     return cast(Tensors, SimpleNamespace(specs=specs, identity="", paths=()))
 
 
@@ -111,4 +113,39 @@ def test_experts_in_another_layout_are_left_as_they_are() -> None:
     for wrong in ({gate_up: (2, 8, 12), down: (2, 6, 8)}, {gate_up: (2, 12, 8)}, {gate_up: (12, 8), down: (8, 6)}):
         assert read(wrong, "qwen3_moe") == wrong
     assert read({gate_up: (2, 0, 8), down: (2, 8, 0)}, "qwen3_moe") == {gate_up: (2, 0, 8), down: (2, 8, 0)}
-    assert read({**right, down.replace(".0.", ".1."): (2, 8, 6)}, "qwen3_moe")[down.replace(".0.", ".1.")] == (2, 8, 6)
+    for beside in (gate_up + "_scale_inv", down + ".lora_A.weight"):
+        assert read({**right, beside: (1,)}, "qwen3_moe") == {**right, beside: (1,)}
+    lost = {**right, down.replace(".0.", ".1."): (2, 8, 6)}  # layer 1 has no gate_up_proj: the layers stay comparable
+    assert read(lost, "qwen3_moe") == lost
+    many = {gate_up: (5000, 2, 1), down: (5000, 1, 1)}
+    assert read(many, "qwen3_moe") == many
+    codes = source_of(right, "F8_E4M3")
+    assert with_single_experts(codes, {"model_type": "qwen3_moe"}, "m") is codes
+
+
+def test_two_names_of_one_tensor_are_an_error() -> None:
+    prefix = "model.layers.0."
+    joined: Shapes = {f"{prefix}mlp.experts.gate_up_proj": (2, 12, 8), f"{prefix}mlp.experts.down_proj": (2, 8, 6)}
+    for other in ("block_sparse_moe.gate.weight", "block_sparse_moe.experts.1.w2.weight"):
+        shapes = {**joined, f"{prefix}mlp.gate.weight": (2, 8), prefix + other: (8, 6)}
+        with pytest.raises(FormatError, match="are the same tensor for a loader"):
+            read(shapes, "mixtral")
+
+
+def test_fp8_of_joined_experts_is_read_by_its_format(tmp_path: Path) -> None:
+    """A scale for each block of each expert is joined as its codes are."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(**ZERO, moe_intermediate_size=16, num_experts=2, num_experts_per_tok=1, head_dim=16)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.config.save_pretrained(tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())
+    said["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    codes = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in state.items() if ".experts." in name}
+    scales = {f"{name}_scale_inv": torch.full((2, t.shape[1] // 8, t.shape[2] // 8), 0.5) for name, t in codes.items()}
+    save_file({**state, **codes, **scales}, tmp_path / "model.safetensors")
+    weightsmith.dequantize(tmp_path, tmp_path / "plain", progress=False)
+    plain = {**load_file(tmp_path / "plain" / "model.safetensors")}
+    for name, tensor in codes.items():
+        torch.testing.assert_close(plain[name].float(), tensor.float() * 0.5)

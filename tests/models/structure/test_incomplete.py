@@ -69,9 +69,9 @@ def test_layers_of_several_kinds_differ_by_design() -> None:
     experts = [f"mlp.experts.{k}.up_proj" for k in range(3)]
     dense_first = [f"model.layers.{i}.{part}.weight" for i in range(6) for part in (["mlp.up_proj"] if i < 1 else experts)]
     assert lacks(dense_first, {"num_hidden_layers": 6}) == []
-    damaged = [name for name in dense_first if name != "model.layers.3.mlp.experts.2.up_proj.weight"]
+    damaged = [name for name in dense_first if name != "model.layers.3.mlp.experts.1.up_proj.weight"]
     assert lacks(damaged, {"num_hidden_layers": 6}) == [
-        "model.layers.3.mlp.experts.2.up_proj.weight, which 4 other layers have"
+        "model.layers.3.mlp.experts.1.up_proj.weight, which 4 other layers have"
     ]
     no_first_norm = [name for name in NAMES if name != "model.layers.0.input_layernorm.weight"]  # ModernBERT's
     assert lacks(no_first_norm, CONFIG) == []
@@ -87,6 +87,21 @@ def test_blocks_of_convolutions_have_numbers_without_tensors() -> None:
 def test_two_layers() -> None:
     names = [f"model.layers.{i}.{part}.weight" for i in range(8) if i not in (2, 3) for part in INNER]
     assert lacks(names, {"num_hidden_layers": 8}) == [f"layer {i} under model.layers., of 8" for i in (2, 3)]
+
+
+def test_a_layer_may_have_fewer_experts() -> None:
+    names = [f"model.layers.{i}.experts.{k}.up" for i in range(6) for k in range(2 if i == 2 else 4)]
+    assert lacks(names, {"num_hidden_layers": 6}) == []
+    assert lacks([name for name in names if name != "model.layers.3.experts.1.up"], {"num_hidden_layers": 6}) == [
+        "model.layers.3.experts.1.up, which 5 other layers have"
+    ]
+
+
+def test_models_that_have_no_head_by_design() -> None:
+    embedding = [name.removeprefix("model.") for name in without("lm_head")]
+    assert lacks(embedding, CONFIG) == []
+    draft = [*(f"model.layers.0.{part}.weight" for part in INNER), "model.embed_tokens.weight", "model.fc.weight"]
+    assert lacks(draft, CONFIG | {"num_hidden_layers": 1}) == []
 
 
 def test_layers_of_many_kinds_are_not_compared() -> None:
@@ -110,11 +125,14 @@ def test_commands_on_one_model_warn(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_no_model_of_transformers_seems_to_lack_anything() -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+    from transformers.models.auto import modeling_auto as auto
 
     transformers.utils.logging.set_verbosity_error()
     said, built = dict[str, list[str]](), 0
-    for model_type, name in CLASSES.items():
+    for model_type, name in (
+        *auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items(),
+        *auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items(),
+    ):
         try:
             config = transformers.CONFIG_MAPPING[model_type]()
             with torch.device("meta"):
@@ -123,7 +141,7 @@ def test_no_model_of_transformers_seems_to_lack_anything() -> None:
             continue
         built += 1
         stored = {id(tensor): name for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
-        said[model_type] = lacks(
+        said[name] = lacks(
             reversed(stored.values()), json.loads(config.to_json_string(use_diff=False)) | {"architectures": [name]}
         )
     assert built > 100

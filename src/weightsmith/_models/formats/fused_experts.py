@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from weightsmith._base.errors import FormatError
+from weightsmith._base.files import show
 from weightsmith._models.sources.parts import PartTensors, TensorPart
 from weightsmith.abc.stored import Specs
 from weightsmith.abc.tensors import Tensors
@@ -43,7 +45,7 @@ FAMILIES: Mapping[str, _Family] = {
     **dict.fromkeys(
         (
             "afmoe cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 dots1 flex_olmo glm4_moe glm4_moe_lite glm4v_moe "
-            "glm_moe_dsa hunyuan_v1_moe olmoe qwen2_moe qwen3_moe qwen3_next"
+            "glm_moe_dsa hunyuan_v1_moe mellum olmoe qwen2_moe qwen3_moe qwen3_next sarvam_mla solar_open"
         ).split(),
         _QWEN,
     ),
@@ -63,30 +65,45 @@ def with_single_experts(source: Tensors, config: Mapping[str, Any], where: str) 
     """The tensors as the model's files on the Hub have them; `source` itself if no experts are joined, or in another layout.
 
     where  the model as the user named it, for messages
+
+    Raises FormatError if two names become the same.
     """
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         return source
-    joined = [name.removesuffix(GATE_UP) for name in source.specs if name.endswith(f".{family.parent[0]}.{GATE_UP}")]
+    ends = tuple(f".{family.parent[0]}.{end}" for end in (GATE_UP, DOWN))
+    joined = {name[: name.rindex("experts.")] for name in source.specs if name.endswith(ends)}
     if not joined or not all(_fits(source.specs, prefix) for prefix in joined):
+        return source
+    beside = tuple(f"{prefix}{end}{mark}" for prefix in joined for end in (GATE_UP, DOWN) for mark in "._")
+    if any(name.startswith(beside) for name in source.specs):  # scales, biases or factors
         return source
     parts: dict[str, TensorPart] = {}
     for name, spec in source.specs.items():
-        prefix = next((name.removesuffix(end) for end in (GATE_UP, DOWN) if name.endswith(end)), None)
-        if prefix in joined:
-            parts |= _experts(name, spec.shape, _in_files(prefix, family), family.projections)
-        else:
-            parts[_in_files(name, family)] = TensorPart(name, spec.shape)
+        prefix = name[: name.rindex("experts.")] if name.endswith(ends) else ""
+        in_files = _in_files(prefix or name, family)
+        new = _experts(name, spec.shape, in_files, family.projections) if prefix else {in_files: TensorPart(name, spec.shape)}
+        if (same := next(filter(parts.__contains__, new), None)) is not None:
+            what = f"{show(parts[same].stored)} and {show(name)} are the same tensor for a loader ({show(same)})"
+            raise FormatError(what, where=where, fix="remove one of them, or save the model again")
+        parts |= new
     return PartTensors(source, parts, where)
 
 
+_MOST_EXPERTS = 4096
+"""Eight times what published models have. A header of a few bytes may say any number, and each expert gets names."""
+
+
 def _fits(specs: Specs, prefix: str) -> bool:
-    """Both tensors are there, and their shapes belong together: those of no other layout do, as inner is not twice itself."""
-    shapes = [specs[name].shape if (name := prefix + end) in specs else () for end in (GATE_UP, DOWN)]
-    if [len(shape) for shape in shapes] != [3, 3]:
+    """Both tensors are there, of plain numbers, and their shapes belong together: those of no other layout do."""
+    pair = [specs[name] for end in (GATE_UP, DOWN) if (name := prefix + end) in specs]
+    if len(pair) < 2 or any(spec.dtype.name not in _PLAIN or len(spec.shape) != 3 for spec in pair):
         return False
-    (experts, both, hidden), down = shapes
-    return experts * both * hidden > 0 and both % 2 == 0 and down == (experts, hidden, both // 2)
+    (experts, both, hidden), down = (spec.shape for spec in pair)
+    return experts <= _MOST_EXPERTS and experts * both * hidden > 0 and both % 2 == 0 and down == (experts, hidden, both // 2)
+
+
+_PLAIN = ("F16", "BF16", "F32", "F64")
 
 
 def _in_files(name: str, family: _Family) -> str:

@@ -6,6 +6,7 @@ to be compared with but itself: layers of one kind are alike, and config.json co
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,9 @@ _MANY_KINDS = 64
 """Layers of more kinds are not compared. Models have a handful; all with all would take the square of that."""
 
 _LANGUAGE = ("ForCausalLM", "ForConditionalGeneration")
+_OF_DRAFTS = ("fc.", "eh_proj.", "enorm.", "hnorm.", "model.fc.")
+"""Beginnings of names that only models have which draft tokens for another, and use its norm, embedding or head."""
+
 _LAST_NORM = ("norm", "ln_f")
 _PRE_NORM = "input_layernorm.weight"
 """Decoders whose layers have a norm of this name, as Llama's, have one behind the last layer too."""
@@ -29,6 +33,7 @@ def seems_to_lack(structure: Structure, names: Iterable[str], config: Mapping[st
 
     Layers that config.json counts are compared if at least two others are of one kind. The first and the last may lack what the
     others have by design (ModernBERT's first norm), and so may all layers of a model that lists what each is (`block_configs`).
+    Layers may have fewer experts, and a draft model or one without `model.` before its layers has no head of its own.
 
     >>> from weightsmith._base.tensors import DTYPES, TensorSpec
     >>> from weightsmith._models.structure.model import analyse
@@ -51,7 +56,9 @@ def seems_to_lack(structure: Structure, names: Iterable[str], config: Mapping[st
     yield from _uncounted(main, config)
     if 2 * sum(name.startswith(main.prefix) and name.endswith(_PRE_NORM) for name in names) > main.n_layers:
         prefixes = tuple(stack.prefix for stack in structure.stacks)
-        yield from _around([name for name in names if not name.startswith(prefixes)], config)
+        loose = [name for name in names if not name.startswith(prefixes)]
+        if not any(name.startswith(_OF_DRAFTS) for name in loose):
+            yield from _around(main, loose, config)
 
 
 def _suffixes(structure: Structure, stack: Stack, names: Iterable[str]) -> list[frozenset[str]]:
@@ -73,8 +80,20 @@ def _of_layers(prefix: str, layers: Sequence[frozenset[str]]) -> Iterator[str]:
         if not layer and larger and few_are_empty:
             yield f"layer {i} under {prefix}, of {len(layers)}"
         elif larger and kinds[layer] == 1 and 0 < i < len(layers) - 1:
-            for suffix in sorted(min(larger, key=len) - layer):
+            for suffix in sorted(_without_more_experts(min(larger, key=len) - layer, layer)):
                 yield f"{prefix}{i}.{suffix}, which {sum(suffix in other for other in layers)} other layers have"
+
+
+_EXPERT = re.compile(r"experts\.(\d{1,9})\.")
+
+
+def _without_more_experts(missing: frozenset[str], layer: frozenset[str]) -> Iterator[str]:
+    """Those of experts that come after the layer's own left out: they may have been pruned, or planned so."""
+    last = max((int(match[1]) for suffix in layer if (match := _EXPERT.search(suffix))), default=-1)
+    for suffix in missing:
+        match = _EXPERT.search(suffix)
+        if match is None or int(match[1]) <= last:
+            yield suffix
 
 
 def _uncounted(stack: Stack, config: Mapping[str, Any]) -> Iterator[str]:
@@ -86,12 +105,13 @@ def _uncounted(stack: Stack, config: Mapping[str, Any]) -> Iterator[str]:
         yield f"{missing} under {stack.prefix}: config.json counts {number:,} layers"
 
 
-def _around(loose: Sequence[str], config: Mapping[str, Any]) -> Iterator[str]:
+def _around(main: Stack, loose: Sequence[str], config: Mapping[str, Any]) -> Iterator[str]:
     """What a language model has before and behind its layers."""
     if not any(part in name for name in loose for part in _LAST_NORM):
         yield "norm behind its last layer"
     if not any(map(names_embedding, loose)):
         yield "embedding of its tokens"
     is_causal = any(str(one).endswith("ForCausalLM") for one in config["architectures"])  # others name heads in many ways
-    if is_causal and tie_flag(config) is False and not any(map(names_head, loose)):
+    of_base_class = main.prefix.count(".") == 1  # as embedding models are saved
+    if is_causal and not of_base_class and tie_flag(config) is False and not any(map(names_head, loose)):
         yield "head (lm_head), and tie_word_embeddings is false"

@@ -108,6 +108,14 @@ _NAMES = {
     (KIMI_SPLIT,): ["kimi-k2"],
     (_GPT4O,): "gpt-4o llama4 kanana2 talkie minimax-m2".split(),
 }
+_TRIPLES = {"type": "Split", "pattern": {"Regex": "[0-9][0-9][0-9]"}, "behavior": "Isolated", "invert": False}
+_FALCON: tuple[tuple[str, str, object], ...] = (
+    ("Punctuation", "behavior", "Contiguous"),
+    ("ByteLevel", "use_regex", True),
+    ("Digits", "individual_digits", False),
+    ("Split", "pattern", _TRIPLES["pattern"]),
+)
+"""Falcon's way of splitting text: of each part its type, and a setting."""
 _MERGED = {"llama-bpe": "smaug-bpe"}
 """Names of tokenizers that look a whole word up first, and those of others that split text alike and do not."""
 _MERGED_GLM = {"llama-bpe": "glm4"}
@@ -189,7 +197,7 @@ def tokenizer_files(
 def _guessed(keys: Mapping[str, Any], where: str) -> list[Finding]:
     """A warning if the way in which a text is split is not known."""
     pre = setting(keys, "pre", "default", where)
-    known = pre in _BY_NAME or pre in _DIGITS or pre in _WHOLE
+    known = pre == "falcon" or pre in _BY_NAME or pre in _DIGITS or pre in _WHOLE
     if known or keys.get("tokenizer.ggml.model") != "gpt2":
         return []
     what = f"the tokenizer splits text as GPT-2's does, because the way called {show(pre)} (tokenizer.ggml.pre) is not known"
@@ -230,6 +238,9 @@ def _byte_level(keys: Mapping[str, Any], tokens: Sequence[str], types: Sequence[
         splitter = split(*_BY_NAME[pre], level={**level, "use_regex": False})
     elif pre in _DIGITS:
         splitter = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, level]}
+    elif pre == "falcon":
+        parts = [{"type": "Punctuation", "behavior": "Contiguous"}, level, {"type": "Digits", "individual_digits": False}]
+        splitter = {"type": "Sequence", "pretokenizers": [*parts, _TRIPLES]}
     none = {"continuing_subword_prefix": "", "end_of_word_suffix": ""}
     return {
         "normalizer": None,
@@ -502,7 +513,20 @@ def _split_name(splitter: object) -> str:
         patterns = tuple(str(pattern.get("Regex")) for pattern in stated if isinstance(pattern, dict))
         if not whole and len(patterns) == len(before) and patterns in _SPLITS:
             return _SPLITS[patterns]
+    if _is_falcon(parts):
+        return "falcon"
     raise unwritable(f"it splits text by {show(splitter)}")
+
+
+def _is_falcon(parts: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a text is split as Falcon's tokenizer does."""
+    if [(part.get("type"), part.get(setting)) for part, (_, setting, _) in zip(parts, _FALCON, strict=False)] != [
+        (kind, value) for kind, _, value in _FALCON
+    ]:
+        return False
+    level, last = parts[1], parts[-1]
+    plain = not level.get("add_prefix_space") and (last.get("behavior"), last.get("invert", False)) == ("Isolated", False)
+    return plain and len(parts) == len(_FALCON)
 
 
 def _has_prefix(tokenizer: Mapping[str, Any]) -> bool:
