@@ -284,6 +284,16 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
             }
         },
     ),
+    "phimoe": (
+        "PhimoeForCausalLM",
+        "PhimoeConfig",
+        {**SIZES, "num_local_experts": 4, "attention_bias": True, "lm_head_bias": True}
+        | {"original_max_position_embeddings": 32}
+        | {
+            "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.5] * 4, "long_factor": [1.5] * 4}
+            | {"short_mscale": 1.2, "long_mscale": 1.2, "original_max_position_embeddings": 32}
+        },
+    ),
     "exaone-moe": (
         "ExaoneMoeForCausalLM",
         "ExaoneMoeConfig",

@@ -9,6 +9,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import torch
 
 import weightsmith
 from tests import llama_cpp, zoo
@@ -26,6 +27,10 @@ from weightsmith._models.formats.gguf.tokenizer import files
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
 
 MIMO = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.5] * 4, "long_factor": [1.5] * 4} | {
+    **{"short_mscale": 1.2, "long_mscale": 1.2, "original_max_position_embeddings": 32}
+}
 
 
 def saved(name: str, folder: Path, **changes: Any) -> Path:
@@ -87,6 +92,13 @@ def written(name: str, folder: Path, **changes: Any) -> Path:
             "mimo2",
             {"rope_parameters": {"full_attention": MIMO, "sliding_attention": {**MIMO, "rope_type": "linear", "factor": 2.0}}},
             "rope_type of sliding_attention is 'linear', and llama.cpp takes 'default' for granted",
+        ),
+        ("phimoe", {"lm_head_bias": False}, "lm_head_bias is False, and llama.cpp takes True for granted"),
+        ("phimoe", {"attention_bias": False}, "attention_bias is False, and llama.cpp takes True for granted"),
+        (
+            "phimoe",
+            {"rope_parameters": {**LONG, "short_mscale": 1.1}},
+            "short_mscale is 1.1, and llama.cpp takes 1.2 for granted",
         ),
     ],
 )
@@ -258,8 +270,6 @@ def test_llama_cpp_computes_the_same_where_attention_and_routers_decide(
     name: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     """Small random weights attend to all tokens alike: there, a wrong setting would hardly change the logits."""
-    import torch
-
     source = zoo.save(name, tmp_path / "m", 1, dtype="float32", vocab_size=262, max_position_embeddings=64, **changes)
     with weightsmith.open_checkpoint(source) as checkpoint:
         tensors, config = {tensor: checkpoint.read(tensor) for tensor in checkpoint.specs}, checkpoint.config
@@ -273,3 +283,42 @@ def test_llama_cpp_computes_the_same_where_attention_and_routers_decide(
     with llama_cpp.Judge(tmp_path / "q" / "model.gguf") as judge:
         ours = judge.logits(tokens)
     assert np.abs(ours - theirs).max() < 0.01 * np.abs(theirs).max()
+
+
+class RmsNorm(torch.nn.Module):
+    """A layer norm's weight and bias after an RMS norm."""
+
+    def __init__(self, norm: torch.nn.LayerNorm) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + self.norm.eps) * self.norm.weight + self.norm.bias
+
+
+@needs_llama_cpp
+@pytest.mark.slow
+def test_what_llama_cpp_computes_of_phi_3_5_moe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RMS norms, and weights of experts with the sum 1: a warning says so. All else is as in transformers."""
+    from transformers.models.phimoe import modeling_phimoe
+
+    def normalised(scores: torch.Tensor, top_k: int, **_: object) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, chosen = torch.topk(torch.softmax(scores, -1), top_k, -1)
+        return weights / weights.sum(-1, keepdim=True), chosen
+
+    monkeypatch.setattr(modeling_phimoe, "sparsemixer", normalised)
+    source = zoo.save("phimoe", tmp_path / "m", 1, dtype="float32", vocab_size=262)
+    (source / "tokenizer.json").write_bytes(tokenizer_files(BYTE_LEVEL)["tokenizer.json"])
+    quantised = weightsmith.quantize(source, tmp_path / "q", "gguf-f32", progress=False)
+    assert any("llama.cpp does not compute what transformers does" in str(warning) for warning in quantised.warnings)
+    model, _ = zoo.load("phimoe", source)
+    for name, norm in list(model.named_modules()):
+        if isinstance(norm, torch.nn.LayerNorm):
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, RmsNorm(norm))
+    tokens = np.random.default_rng(0).integers(0, 256, 40).tolist()
+    with torch.inference_mode():
+        theirs = model(torch.tensor([tokens])).logits[0].numpy()
+    with llama_cpp.Judge(tmp_path / "q" / "model.gguf") as judge:
+        ours = judge.logits(tokens)
+    assert np.abs(ours - theirs).max() < 0.001 * np.abs(theirs).max()

@@ -262,6 +262,8 @@ def _prepare(
     draft.warnings += [*_unused(importances, stored), *defaults, *_left_out(dropped, model.architecture), *warnings, *findings]
     draft.warnings += [*pooling.warnings, *(unstated(keys | about) if model.architecture.encodes else ())]
     draft.warnings += [*_changed(steps, model.chosen), *_fallen_back(model, steps)]
+    if differs := model.architecture.differs:
+        draft.warnings.append(Finding(differs, "config.json", fix="compare its answers with those of the original model"))
 
 
 def _numbers_in_keys(model: _Model, draft: PlanDraft, companions: ModelFiles) -> dict[str, Value]:

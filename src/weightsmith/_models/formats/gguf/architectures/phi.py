@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 
 from weightsmith._base.errors import FormatError
 from weightsmith._models.formats.gguf.base.architecture import LAYER_NORM, UNTIED, Contents, GgufArchitecture, GgufFamily
 from weightsmith._models.formats.gguf.base.rope import ATTENTION_FACTOR
-from weightsmith._models.formats.gguf.base.tensors import ATTENTION, ENDS, GATE_IN_UP, LAYER_SHAPES, MLP_NORM
+from weightsmith._models.formats.gguf.base.tensors import (
+    ATTENTION,
+    ENDS,
+    GATE_IN_UP,
+    LAYER_SHAPES,
+    MIXTRAL_EXPERTS,
+    MLP_NORM,
+    TensorShape,
+)
 from weightsmith._models.formats.gguf.base.values import Floats, GgufConfig, GgufKeys, GgufValues
 
 
@@ -31,6 +40,8 @@ class Phi2(GgufArchitecture):
 
 _FACTORS = {"long_factor": "rope_factors_long.weight", "short_factor": "rope_factors_short.weight"}
 _ORIGINAL = "rope.scaling.original_context_length"
+_CONTEXT = "original_max_position_embeddings"
+_MSCALES = ("short_mscale", "long_mscale")
 
 
 class Phi3(GgufArchitecture):
@@ -43,7 +54,7 @@ class Phi3(GgufArchitecture):
         **{"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj", "attn_norm": "input_layernorm"},
         **{"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj", **MLP_NORM},
     }
-    shapes = {**LAYER_SHAPES, **GATE_IN_UP}
+    shapes: ClassVar[Mapping[str, TensorShape]] = {**LAYER_SHAPES, **GATE_IN_UP}
     partial = 1.0
 
     def put_heads(self, config: GgufConfig, keys: GgufKeys) -> None:
@@ -98,4 +109,44 @@ def _short(values: Floats) -> list[float]:
     return [float(str(value)) for value in values]
 
 
-FAMILY = GgufFamily((Phi2(), Phi3()))
+class PhiMoe(Phi3):
+    """Phi-3.5 MoE, which llama.cpp computes otherwise than transformers, as `differs` says."""
+
+    name = "phimoe"
+    class_name = "PhimoeForCausalLM"
+    model_types = ("phimoe",)
+    differs = (
+        "llama.cpp does not compute what transformers does: it has RMS norms in place of layer norms, "
+        "and the weights of a token's experts have the sum 1 in place of about 2"
+    )
+    square = True
+    layer = {**ATTENTION, **MLP_NORM, "ffn_gate_inp": "block_sparse_moe.gate", **MIXTRAL_EXPERTS}
+    shapes = LAYER_SHAPES
+    experts = "num_local_experts"
+    fixed = {**UNTIED, "attention_bias": True, "lm_head_bias": True}
+
+    def complete(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The context before it grew is that of the settings of RoPE alone where frequencies are scaled, as in transformers."""
+        whole, rope = config.get("max_position_embeddings"), config.get("rope_scaling") or config.get("rope_parameters")
+        if isinstance(rope, dict) and (rope.get("rope_type") or rope.get("type") or "default") != "default":
+            return {**config, _CONTEXT: rope.get(_CONTEXT, whole)}
+        return {_CONTEXT: whole, **config}
+
+    def put_rope(self, config: GgufConfig, keys: GgufKeys) -> None:
+        super().put_rope(config, keys)
+        rope = self.rope(config)
+        if rope["rope_type"] != "default":  # transformers takes these, where Phi-3 has a number that follows from the context
+            short, long = (config.number(name, None, rope) for name in _MSCALES)
+            config.need("short_mscale", short, long)
+            keys.f32(ATTENTION_FACTOR, long)
+
+    def take_rope(self, values: GgufValues, config: dict[str, Any], contents: Contents) -> None:
+        super().take_rope(values, config, contents)
+        if scaling := config.get("rope_scaling"):
+            scaling.pop("attention_factor", None)
+            scaling["rope_type"] = scaling.pop("type")
+            scaling |= dict.fromkeys(_MSCALES, values.float32(ATTENTION_FACTOR, 1.0))
+            scaling[_CONTEXT] = config[_CONTEXT]
+
+
+FAMILY = GgufFamily((Phi2(), Phi3(), PhiMoe()))

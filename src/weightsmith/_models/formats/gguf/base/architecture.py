@@ -192,6 +192,7 @@ class GgufArchitecture:
     factored      whether llama.cpp multiplies what leaves each linear layer by its factor, as NVFP4 needs it
     deepened      convolutions [channels, 1, width] of a layer that are [1, channels, 1, width] in a GGUF file, by its names
     flat          vectors of a layer that are matrices in a GGUF file: llama.cpp's name → the number of their columns
+    differs       what llama.cpp computes otherwise than transformers in every model of it, for a warning; "": nothing
     unused        patterns of the Hub's names of tensors that llama.cpp does not store, and why; names as `canonical` gives them
     """
 
@@ -230,6 +231,7 @@ class GgufArchitecture:
     factored: ClassVar[bool] = False
     deepened: ClassVar[frozenset[str]] = frozenset()
     flat: ClassVar[Mapping[str, Callable[[GgufConfig], int]]] = {}
+    differs: ClassVar[str] = ""
     unused: ClassVar[Mapping[str, str]] = {}
     predictors: int = 0
     trunk: int = 0
