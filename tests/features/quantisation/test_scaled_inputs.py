@@ -20,6 +20,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import weightsmith
+from tests import zoo
 from tests.calibration_help import (
     CONFIGS,
     TINY,
@@ -383,6 +384,16 @@ def test_an_option_for_scales_needs_weights_that_are_calibrated(
     with pytest.raises(PlanError, match="no weights are calibrated in a format that scales their inputs"):
         weightsmith.quantize(uneven, tmp_path / "out", name, awq_scales=False, progress=False, **options)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_type_that_fits_no_width_needs_no_text(tmp_path: Path) -> None:
+    """Groups of 128 do not divide a width of 32: no weight becomes w4a16."""
+    source = zoo.save("llama", tmp_path / "m", 1)
+    types = ["mlp=w4a16"]
+    with pytest.raises(PlanError, match="fp8-dynamic reads no text"):
+        weightsmith.quantize(
+            source, tmp_path / "out", "fp8-dynamic", tensor_types=types, calibration="built-in", progress=False
+        )
 
 
 def test_formats_without_scales_do_not_read_the_option(uneven: Path, tmp_path: Path) -> None:

@@ -357,7 +357,8 @@ class StreamedFormat(Format):
         encoding = writing.encodings[group]
         by_row = _stored_by_row(draft, writing, encoding) if group_size is None else {}
         others = {**by_row, **encodings_by_weight(draft, encoding, settings.tensor_types, by_row)}
-        measured = measured_encoding(encoding, others)
+        quantise(draft, encoding.name, others)
+        measured = measured_encoding(encoding, {s.out.name: s.encoding for s in draft.steps if s.encoding != PLAIN})
         if problems := text_problems(measured, settings):
             raise PlanError(problems)
         has_text = measured.inputs is None and measured.hessian != "no" and settings.calibration not in (None, NONE)
@@ -365,7 +366,6 @@ class StreamedFormat(Format):
             what = "no weights are calibrated in a format that scales their inputs"
             fix = f"leave it out, or add {assignment('calibration', BUILT_IN)} or a text of yours"
             raise PlanError([option_error("awq_scales", what, fix)])
-        quantise(draft, encoding.name, others)
         if group_size is None and group != groups[0]:
             what = f"groups of {group} are used: more weights have a multiple of it as their width than of {groups[0]}"
             draft.warn(what, "quantize")
@@ -658,16 +658,18 @@ def _type_of(weight: str, types: _Types) -> str:
 def measured_encoding(default: Encoding, by_weight: Mapping[str, str]) -> Encoding:
     """The encoding for which a text is read: one with scales of activations, or one that takes a Hessian, or the default.
 
+    by_weight  of each weight that is quantised
+
     Raises PlanError if two need the text for different things.
     """
-    used = dict.fromkeys([default.name, *(name for name in by_weight.values() if name != PLAIN)])
-    encodings = [find_encoding(name) for name in used]
+    used = {*by_weight.values()}
+    encodings = [find_encoding(name) for name in dict.fromkeys([default.name, *by_weight.values()]) if name in used]
     scaled = [encoding for encoding in encodings if encoding.inputs is not None]
     if len(scaled) > 1:
         names = " and ".join(encoding.name for encoding in scaled)
         what = f"{names} need different scales of activations, and one output has one kind"
         raise PlanError([option_error("tensor_types", what, "choose one of them")])
-    return next(iter([*scaled, *(encoding for encoding in encodings if encoding.hessian != "no"), default]))
+    return next(iter([*scaled, *(encoding for encoding in encodings if encoding.hessian != "no"), *encodings]))
 
 
 def check_mixture(draft: PlanDraft, default: Encoding, by_weight: Mapping[str, str], settings: QuantizeSettings) -> None:
@@ -675,7 +677,7 @@ def check_mixture(draft: PlanDraft, default: Encoding, by_weight: Mapping[str, s
 
     Raises PlanError if one of them is the program of `--for`.
     """
-    scaled = measured_encoding(default, by_weight).inputs is not None
+    scaled = any(find_encoding(step.encoding).inputs is not None for step in draft.steps)
     rounded = [step.out.name for step in draft.steps if scaled and find_encoding(step.encoding).hessian != "no"]
     if rounded:
         what = f"{len(rounded):,} weights of integers are rounded to nearest: the text gives scales of activations only"
