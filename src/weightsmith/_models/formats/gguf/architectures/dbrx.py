@@ -21,6 +21,10 @@ _FFN: Mapping[str, tuple[str, Any]] = {
     **{"intermediate_size": ("ffn_hidden_size", 3584), "num_experts": ("moe_num_experts", 4), "moe_top_k": ("moe_top_k", 1)},
     "moe_normalize_expert_weights": ("moe_normalize_expert_weights", 1.0),
 }
+_SIZES = {"hidden_size": "d_model", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"} | {
+    "max_position_embeddings": "max_seq_len"
+}
+"""Names of sizes under which transformers' class passes them on to its parts."""
 _PARTS = {"attn_config": _ATTENTION, "ffn_config": _FFN}
 """Parts of config.json: the name here of each setting → its name there, and the default of transformers' class."""
 
@@ -89,6 +93,7 @@ class Dbrx(GgufArchitecture):
         config["clip_qkv"] = values.float32(_CLAMP) if _CLAMP in values else None
         for name, settings in _PARTS.items():
             config[name] = {there: config.pop(here) for here, (there, _) in settings.items()}
+        config |= {there: config[here] for here, there in _SIZES.items()}
         del config["head_dim"]
         config["attn_config"]["rope_theta"] = base = config.pop("rope_theta")
         config["rope_parameters"] = {"rope_type": "default", "rope_theta": base}
