@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 
+from tests import zoo
 from tests.cli_help import run_process
 from tests.context_help import context_of
 from tests.mini import write_checkpoint
@@ -283,6 +284,17 @@ def test_a_config_that_does_not_fit_is_one_error(tmp_path: Path, change: dict[st
         error = build(base, {name: step.out for name, step in donor.steps.items()})
     assert isinstance(error, WeightsmithError)
     assert message in str(error)
+
+
+@pytest.mark.parametrize("name", ["falcon-h1", "granite-hybrid"])
+def test_infinity_as_transformers_writes_it(name: str) -> None:
+    _, config_class, sizes = zoo.ZOO[name]
+    stated = getattr(transformers, config_class)(**sizes, time_step_limit=[0.0, float("inf")])
+    config = json.loads(stated.to_json_string(use_diff=False))
+    assert config["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
+    decoder = build(Base("base", 0, config, "model.layers.", config["num_hidden_layers"], config["hidden_size"]), {})
+    assert isinstance(decoder, Decoder), decoder
+    assert list(decoder._body.config.time_step_limit) == [0.0, float("inf")]
 
 
 @pytest.mark.parametrize("key", ["hidden_size_per_layer_input", "num_kv_shared_layers"])

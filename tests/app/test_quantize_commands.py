@@ -122,7 +122,7 @@ def test_the_list_of_formats(cli: Cli) -> None:
         (("quantize", "m", "q", "--format", "fp8-dynamc"), "(did you mean 'fp8-dynamic'?)"),
         (
             ("quantize", "m", "q", "--format", "fp8-dynamic", "--bits", "4"),
-            "--bits (bits): not a setting of fp8-dynamic, which reads --calibration (calibration),",
+            "--bits (bits): not a setting of fp8-dynamic, which reads --awq-scales (awq_scales), --calibration",
         ),
         (("quantize", "m", "q"), "--format"),
         (("quantize", "m", "--format", "fp8-dynamic"), "name the folder to create"),

@@ -52,6 +52,13 @@ def resized(config: Config, source: Sequence[int], kinds: str = "", prefix: str 
             {"linear_attn_config": {"kda_layers": [1, 4], "full_attn_layers": [2, 3]}},
         ),
         ({"num_key_value_heads": [1, 2, 3, 4]}, [3, 0], {"num_key_value_heads": [4, 1]}),
+        *(
+            ({"num_hidden_layers": len(values), name: values}, [0], {})
+            for name, values in {
+                **{"time_step_limit": [0.0, float("inf")], "mlp_multipliers": [0.6, 0.3]},
+                "ssm_multipliers": [0.4, 0.25, 0.2, 0.5, 0.35],
+            }.items()
+        ),
         ({"block_configs": [{"a": i} for i in range(4)]}, [2, 2], {"block_configs": [{"a": 2}, {"a": 2}]}),
         ({"moe_layer_freq": [0, 1, 1, 1]}, [0, 2], {"moe_layer_freq": [0, 1]}),
         ({"hybrid_override_pattern": "M-M*"}, [3, 0, 1], {"hybrid_override_pattern": "*M-"}),

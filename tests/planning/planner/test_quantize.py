@@ -321,7 +321,10 @@ def test_an_unknown_format(what: Mapping[str, Any]) -> None:
 
 def test_settings_that_the_format_does_not_read() -> None:
     text = problems(TIES, quantize=FP8, bits=4.0, uniform=True)
-    assert "--bits (bits), --uniform (uniform): not a setting of fp8-dynamic, which reads --calibration (calibration)," in text
+    assert (
+        "--bits (bits), --uniform (uniform): not a setting of fp8-dynamic, which reads --awq-scales (awq_scales), --calibration"
+        in text
+    )
     assert "--group-size (group_size): needs a quantised format that reads it" in problems(TIES, group_size=64)
 
 

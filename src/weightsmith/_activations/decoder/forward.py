@@ -28,6 +28,7 @@ from weightsmith._activations.decoder.channels import scalable
 from weightsmith._activations.decoder.unfused import put_back, unfuse
 from weightsmith._base.errors import ShapeError, Unsupported, WeightsmithError, first_line
 from weightsmith._base.tensors import TensorSpec
+from weightsmith._models.structure.configs import decoded_floats
 from weightsmith._models.structure.projections import role_of
 
 BATCH_TOKENS = 2048
@@ -387,6 +388,14 @@ class Decoder:
         return LayerStates(i, entering, mlp_input)
 
 
+def transformers_config(config: Mapping[str, Any]) -> Any:
+    """transformers' configuration object of a config.json, whatever it raises."""
+    from transformers import AutoConfig
+
+    settings = decoded_floats(dict(config))
+    return AutoConfig.for_model(settings.pop("model_type", ""), **settings)
+
+
 def build(base: Base, specs: Mapping[str, TensorSpec]) -> Decoder | WeightsmithError:
     """The module of a model, without weights; an error if transformers cannot build it or its tensors do not match.
 
@@ -394,12 +403,10 @@ def build(base: Base, specs: Mapping[str, TensorSpec]) -> Decoder | WeightsmithE
 
     Works for any transformers class that calls its layers in sequence.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    settings = dict(base.config)
-    model_type = settings.pop("model_type", "")
     try:
-        config = AutoConfig.for_model(model_type, **settings)
+        config = transformers_config(base.config)
         with _Weightless():
             whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
         owner, stack = _place(base)
@@ -407,12 +414,14 @@ def build(base: Base, specs: Mapping[str, TensorSpec]) -> Decoder | WeightsmithE
         layers = body.get_submodule(stack)
         table = body.get_input_embeddings().weight
     except Exception as error:  # a bad config can raise anything in transformers
-        what = f"transformers cannot build a model of type '{model_type}': {first_line(error)}"
+        what = f"transformers cannot build a model of type '{base.config.get('model_type', '')}': {first_line(error)}"
         return Unsupported(what, where=base.label, fix=f"check its config.json{base.instead}")
     text = whole.config.get_text_config()
     for key, received in _FROM_ELSEWHERE.items():
         if number := getattr(text, key, None):
-            what = f"layers of '{model_type}' with {key} {number} also get {received}, and here they run one by one"
+            what = (
+                f"layers of '{base.config['model_type']}' with {key} {number} also get {received}, and here they run one by one"
+            )
             return Unsupported(what, where=base.label, fix=f"choose what needs no text{base.instead}")
     embedding = next(name for name, parameter in body.named_parameters() if parameter is table)
     shapes_by_config = {f"{owner}.{name}" if owner else name: tuple(p.shape) for name, p in body.named_parameters()}

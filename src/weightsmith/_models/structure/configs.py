@@ -33,6 +33,23 @@ def of_diffusers(config: Mapping[str, Any]) -> bool:
     return isinstance(config.get("_class_name"), str)
 
 
+_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+
+
+def decoded_floats(value: Any) -> Any:
+    """The value with floats in place of the objects that transformers 5 writes for those JSON does not have.
+
+    >>> decoded_floats({"time_step_limit": [0.0, {"__float__": "Infinity"}]})
+    {'time_step_limit': [0.0, inf]}
+    """
+    if isinstance(value, Mapping):
+        tag = value.get("__float__") if len(value) == 1 else None
+        if isinstance(tag, str) and tag in _FLOATS:
+            return _FLOATS[tag]
+        return {key: decoded_floats(inner) for key, inner in value.items()}
+    return [decoded_floats(inner) for inner in value] if isinstance(value, list) else value
+
+
 def sections(config: Config, path: Path = ()) -> Iterator[tuple[Path, Config]]:
     """The config and every mapping in it, with paths; outer before inner, in file order.
 

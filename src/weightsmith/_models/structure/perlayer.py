@@ -43,6 +43,7 @@ from weightsmith._models.structure.configs import EXPERT_COUNTS, finite_number, 
 _NEVER = re.compile(
     r"label|token|architectures|auto_map|factor|section|mean|std|(^|_)(?<!^intermediate_)(size|sizes|stride|strides|kernel|dim|dims)$"
     r"|image|out_features|stage_names|bos|eos|pad_|betas|range|tags|languages|grid|pinpoints|bins|^(conv|upsample|downsample)_|resolution"
+    r"|^(time_step_limit|(mlp|ssm)_multipliers)$"
 )
 _NEVER_MAP = re.compile(r"label|token|task_specific_params|generation_config|auto_map|^rope_(scaling|parameters)$")
 _INDICES = re.compile(r"(layers?|idxs?|indices|indexes|layer_ids|block_ids|blocks_enum|layers_enum|block_indices)$")

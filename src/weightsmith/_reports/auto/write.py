@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
-from weightsmith._activations.decoder.forward import fast_arithmetic, narrow_linears
+from weightsmith._activations.decoder.forward import fast_arithmetic, narrow_linears, transformers_config
 from weightsmith._activations.own_text import Starts, checked_starts, encoded_starts, starts_of
 from weightsmith._activations.sampling import Sampling, draw
 from weightsmith._activations.scored_rows import Cutter
@@ -192,7 +192,7 @@ def _module(one: Opened, running: RunOptions, device: str) -> Any:
     multiplies bfloat16. Raises PlanError.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     plan = one.prepared.plan
@@ -201,13 +201,11 @@ def _module(one: Opened, running: RunOptions, device: str) -> Any:
     folders = [model.folder for model in one.prepared.inputs]
     work = Workload(folders=folders, allow_nonfinite=running.allow_nonfinite)
     run(plan, one.prepared.inputs, MemoryOutput(targets), resources_of(one.prepared, running), work)
-    settings = dict(one.base.config)
-    kind = settings.pop("model_type", "")
     bars = logging.is_progress_bar_enabled()
     if bars:
         logging.disable_progress_bar()
     try:
-        config = AutoConfig.for_model(kind, **settings)
+        config = transformers_config(one.base.config)
         module, report = AutoModelForCausalLM._model_mapping[type(config)].from_pretrained(
             None,
             config=config,
@@ -217,6 +215,7 @@ def _module(one: Opened, running: RunOptions, device: str) -> Any:
             trust_remote_code=False,
         )
     except Exception as error:  # a bad config can raise anything in transformers
+        kind = one.base.config.get("model_type", "")
         what = f"transformers cannot build a model of type '{kind}': {type(error).__name__}: {error}"
         raise PlanError([Unsupported(what[:300], where=one.name, fix="give a text of your own")]) from error
     finally:

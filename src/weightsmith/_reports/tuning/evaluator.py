@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from weightsmith._activations.decoder import Arithmetic, Base
-from weightsmith._activations.decoder.forward import Decoder, Layer, build, gradients_at
+from weightsmith._activations.decoder.forward import Decoder, Layer, build, gradients_at, transformers_config
 from weightsmith._activations.losses import (
     LOGITS_AT_ONCE,
     TOKENS_AT_ONCE,
@@ -43,6 +43,7 @@ from weightsmith._engine.resources import Resources, Workload
 from weightsmith._engine.results import JobMemory, Results
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure
+from weightsmith._models.structure.configs import decoded_floats
 from weightsmith._models.structure.vocabulary import is_model_head, tie_flag
 from weightsmith._plans import Plan, Step
 from weightsmith._plans.parts import PartHashes
@@ -606,14 +607,11 @@ def other_settings(config: Mapping[str, Any] | None, other: Mapping[str, Any] | 
 
 def _settings(config: Mapping[str, Any] | None) -> dict[str, Any]:
     """What config.json says, with transformers' defaults for what it leaves out: files of one model differ in that."""
-    from transformers import AutoConfig
-
-    written = dict(config or {})
-    kind = written.pop("model_type", "")
+    written = decoded_floats(dict(config or {}))
     try:
-        settings = AutoConfig.for_model(kind, **written).to_dict()
+        settings = transformers_config(written).to_dict()
     except Exception:  # a bad config can raise anything in transformers
-        settings = {**written, "model_type": kind}
+        settings = {"model_type": "", **written}
     return {key: value for key, value in settings.items() if key not in _NEITHER}
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from weightsmith._base.errors import FormatError
+import weightsmith
+from tests import zoo
+from weightsmith._base.errors import FormatError, PlanError
 from weightsmith._models.formats.gguf.architectures.nemotron import NemotronH
 from weightsmith._models.formats.gguf.base.architecture import Contents
 from weightsmith._models.formats.gguf.base.mamba import INNER, KV_HEADS, take_inner, take_kv_heads
@@ -24,7 +27,27 @@ def test_heads_of_each_layer() -> None:
     assert take_kv_heads(values(**{KV_HEADS: np.array([2, 0], np.int32)}), 2) == (2, [True, False])
 
 
-@pytest.mark.parametrize("heads", [None, 2, np.zeros(3, np.int32), np.ones(2, np.int32), np.ones(3, np.float32), MIXED])
+def test_a_file_without_attention() -> None:
+    with pytest.raises(FormatError, match=r"attention\.head_count_kv is .*, and no layer has attention"):
+        take_kv_heads(values(**{KV_HEADS: np.zeros(3, np.int32)}), 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "kept"),
+    [
+        ("jamba", {"num_hidden_layers": 4, "attn_layer_period": 4, "attn_layer_offset": 3}, 3),
+        ("kimi-linear", {}, 2),
+        ("granite-hybrid", {}, 1),
+    ],
+)
+def test_a_stack_without_attention_is_refused(name: str, changes: dict[str, Any], kept: int, tmp_path: Path) -> None:
+    source = zoo.save(name, tmp_path / "m", 1, **changes)
+    recipe = {"merge_method": "passthrough", "slices": [{"sources": [{"model": str(source), "layer_range": [0, kept]}]}]}
+    with pytest.raises(PlanError, match=f"no layer has attention, and GGUF files of '{name[:4]}.*' need one that has"):
+        weightsmith.plan(recipe, quantize="gguf-f32")
+
+
+@pytest.mark.parametrize("heads", [None, 2, np.ones(2, np.int32), np.ones(3, np.float32), MIXED])
 def test_heads_that_are_no_number_for_each_layer(heads: object) -> None:
     with pytest.raises(FormatError, match=r"attention\.head_count_kv is"):
         take_kv_heads(values(**{KV_HEADS: heads}), 3)

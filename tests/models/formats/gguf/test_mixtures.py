@@ -175,6 +175,20 @@ def test_llama_cpp_splits_text_as_k_exaone_does(tmp_path: Path) -> None:
             assert judge.tokens(text) == trained.encode(text, add_special_tokens=False).ids, text
 
 
+@pytest.mark.parametrize(
+    ("alpha", "stated", "expected"),
+    [(1000.0, 32768, 262144), (1000, 262144, 262144), (1000, 4096, 4096), (500, 32768, 32768), (None, 32768, 32768)],
+)
+def test_hunyuan_states_fewer_tokens_than_alpha_gives(alpha: float | None, stated: int, expected: int, tmp_path: Path) -> None:
+    rope = {"rope_type": "default"} if alpha is None else {"rope_type": "dynamic", "alpha": alpha, "factor": 1.0}
+    changes = {"rope_parameters": {**rope, "rope_theta": 10000.0}, "max_position_embeddings": stated}
+    keys = read_gguf_header(written("hunyuan-moe", tmp_path, **changes)).keys
+    assert keys["hunyuan-moe.context_length"] == expected
+    with weightsmith.open_checkpoint(tmp_path / "q") as back:
+        assert back.config is not None
+        assert back.config["max_position_embeddings"] == expected
+
+
 def test_numbers_that_hunyuan_lists_for_each_layer(tmp_path: Path) -> None:
     plain = read_gguf_header(written("hunyuan-moe", tmp_path / "plain")).keys
     listed = {"num_experts": [4, 4], "moe_topk": [2, 2], "moe_intermediate_size": [48, 48], "num_shared_expert": [1, 1]}

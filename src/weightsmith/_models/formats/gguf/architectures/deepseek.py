@@ -43,7 +43,7 @@ EXPERT_NUMBERS = (
 )
 """`GgufArchitecture.numbers` of models that have DeepSeek's experts."""
 PREDICTING = Predicting("num_nextn_predict_layers")
-_PREDICT = ("glm4_moe_lite", "glm_moe_dsa")
+_PREDICT = ("glm4_moe_lite",)
 _LOG = "rope.scaling.yarn_log_multiplier"
 _HEADS = product_of("attention.head_count")
 _QUERIES = product_of("attention.head_count", "attention.key_length_mla")
@@ -76,7 +76,7 @@ LATENT_PARTS = (
 
 
 class DeepseekV2(GgufArchitecture):
-    """DeepSeek-V2, and the base of V3."""
+    """DeepSeek-V2, and the base of V3 and GLM 5."""
 
     name = "deepseek2"
     class_name = "DeepseekV2ForCausalLM"

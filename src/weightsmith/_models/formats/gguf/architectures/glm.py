@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from weightsmith._models.formats.gguf.architectures.deepseek import EXPERT_NUMBERS, PREDICTING, DeepseekV3
+from weightsmith._models.formats.gguf.architectures.deepseek import EXPERT_NUMBERS, PREDICTING, DeepseekV2, DeepseekV3
 from weightsmith._models.formats.gguf.base.architecture import SIGMOID_ROUTER, Contents, GgufArchitecture, GgufFamily, GgufKey
 from weightsmith._models.formats.gguf.base.tensors import (
     ATTENTION,
@@ -64,19 +64,20 @@ _TYPES = "attention.indexer.types"
 _HEADS, _WIDTH = "attention.indexer.head_count", "attention.indexer.key_length"
 
 
-class GlmDsa(DeepseekV3):
+class GlmDsa(DeepseekV2):
     """GLM 5 to 5.2: an indexer chooses the tokens that a layer attends to, or those of a layer before it are taken."""
 
     name = "glm-dsa"
     class_name = "GlmMoeDsaForCausalLM"
     model_types = ("glm_moe_dsa",)
+    bare = ROUTER_BIAS
     layer = {
-        **DeepseekV3.layer,
+        **DeepseekV2.layer,
         **{"indexer.attn_q_b": "self_attn.indexer.wq_b", "indexer.attn_k": "self_attn.indexer.wk"},
         **{"indexer.k_norm": "self_attn.indexer.k_norm", "indexer.proj": "self_attn.indexer.weights_proj"},
     }
     shapes = {
-        **DeepseekV3.shapes,
+        **DeepseekV2.shapes,
         **{"indexer.attn_q_b": (product_of(_HEADS, _WIDTH), product_of("attention.q_lora_rank"))},
         **{"indexer.attn_k": (product_of(_WIDTH), WIDTH), "indexer.proj": (product_of(_HEADS), WIDTH)},
     }
@@ -86,7 +87,12 @@ class GlmDsa(DeepseekV3):
         GgufKey(_WIDTH, "index_head_dim"),
         GgufKey("attention.indexer.top_k", "index_topk"),
     )
+    constants = SIGMOID_ROUTER
     fixed = {**DeepseekV3.fixed, "mlp_bias": False}
+    predicting = PREDICTING
+
+    def check_groups(self, config: GgufConfig) -> None:
+        """llama.cpp chooses groups as GLM does."""
 
     def has_plain_queries(self, layers: int, tokens: int) -> bool:
         return False

@@ -15,6 +15,7 @@ from weightsmith._models.formats.gguf.base.mamba import (
     mamba_bare,
     mamba_flat,
     mamba_layer,
+    need_attention,
     put_kv_heads,
     take_inner,
     take_kv_heads,
@@ -141,6 +142,10 @@ class GraniteHybrid(GgufArchitecture):
             keys.u32("feed_forward_length", config.count(_SHARED))
         keys.u32(_SHARED_WIDTH, config.count(_SHARED))
         keys.put(_ROPE, "bool", config.get("position_embedding_type") == "rope")
+
+    def check_tensors(self, config: GgufConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        super().check_tensors(config, shapes)
+        need_attention(config, layer_kinds(config, _ATTENDS, _MAMBA))
 
     def take_size(self, values: GgufValues, config: dict[str, Any], name: str, setting: str) -> None:
         if name != KV_HEADS:  # one for each layer

@@ -7,7 +7,10 @@ from typing import Any
 
 from weightsmith._models.formats.gguf.base.architecture import GgufArchitecture, GgufFamily, GgufKey, head_dim
 from weightsmith._models.formats.gguf.base.tensors import EXPERTS, LLAMA_LAYER, MLP
-from weightsmith._models.formats.gguf.base.values import GgufConfig
+from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufKeys
+
+_ALPHA, _STATED, _USABLE = 1000, 32 * 1024, 256 * 1024
+"""Published models with this alpha work with so many tokens, although config.json states fewer."""
 
 
 class HunyuanDense(GgufArchitecture):
@@ -18,6 +21,13 @@ class HunyuanDense(GgufArchitecture):
     model_types = ("hunyuan_v1_dense",)
     layer = LLAMA_LAYER | {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
     fixed = {"attention_bias": False, "mlp_bias": False}
+
+    def put_sizes(self, config: GgufConfig, keys: GgufKeys) -> None:
+        super().put_sizes(config, keys)
+        rope = super().rope(config)
+        scaled = rope["rope_type"] == "dynamic" and rope.get("alpha") == _ALPHA
+        if scaled and config.count("max_position_embeddings") == _STATED:
+            keys.u32("context_length", _USABLE)
 
     def rope(self, config: GgufConfig) -> dict[str, Any]:
         rope = super().rope(config)

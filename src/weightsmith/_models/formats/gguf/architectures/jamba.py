@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._models.formats.gguf.base.architecture import Contents, GgufArchitecture, GgufFamily, GgufKey
-from weightsmith._models.formats.gguf.base.mamba import INNER, KV_HEADS, put_kv_heads, take_kv_heads
+from weightsmith._models.formats.gguf.base.mamba import INNER, KV_HEADS, need_attention, put_kv_heads, take_kv_heads
 from weightsmith._models.formats.gguf.base.rope import USE_ORIGINAL
 from weightsmith._models.formats.gguf.base.tensors import LAYER_SHAPES, PROJECTIONS, WIDTH, Dimension, TensorShape, product_of
 from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufKeys, GgufValues
@@ -72,6 +72,7 @@ class Jamba(GgufArchitecture):
             if (several and stated) != (f"blk.{i}.ffn_gate_inp.weight" in shapes):
                 what = f"by expert_layer_period, layer {i} has {'' if several and stated else 'no '}experts, unlike its tensors"
                 raise FormatError(what, where="config.json", fix="repair it")
+        need_attention(config, _periodic(config, "attn", config.count("num_hidden_layers")))
 
     # ---- config.json from the keys
 

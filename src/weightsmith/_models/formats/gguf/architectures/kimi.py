@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from weightsmith._base.errors import FormatError
 from weightsmith._models.formats.gguf.architectures.deepseek import LATENT, LATENT_PARTS, LATENT_SHAPES
 from weightsmith._models.formats.gguf.base.architecture import SIGMOID_ROUTER, Contents, GgufArchitecture, GgufFamily, GgufKey
-from weightsmith._models.formats.gguf.base.mamba import KV_HEADS, put_kv_heads, take_kv_heads
+from weightsmith._models.formats.gguf.base.mamba import KV_HEADS, need_attention, put_kv_heads, take_kv_heads
 from weightsmith._models.formats.gguf.base.tensors import (
     LAYER_SHAPES,
     MIXTRAL_EXPERTS,
@@ -123,6 +123,7 @@ class KimiLinear(GgufArchitecture):
             ):
                 if said != (f"blk.{i}.{name}" in shapes):
                     raise FormatError(f"by {what}, unlike its tensors", where="config.json", fix="repair it")
+        need_attention(config, [kind == _FULL for kind in _kinds(config)])
 
     # ---- config.json from the keys
 

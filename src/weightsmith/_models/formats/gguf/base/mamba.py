@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from weightsmith._base.errors import Unsupported
 from weightsmith._base.files import show
 from weightsmith._models.formats.gguf.base.tensors import WIDTH, Dimension, TensorShape, product_of
 from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufKeys, GgufValues
@@ -47,11 +48,20 @@ def put_kv_heads(attends: list[bool], heads: int, keys: GgufKeys) -> None:
     keys.put(KV_HEADS, "i32", [heads if here else 0 for here in attends])
 
 
+def need_attention(config: GgufConfig, attends: list[bool]) -> None:
+    """Raise Unsupported unless a layer attends: `take_kv_heads` finds the model's heads there."""
+    if not any(attends):
+        what = f"no layer has attention, and GGUF files of '{config.get('model_type')}' need one that has"
+        raise Unsupported(what, where="config.json", fix="keep a layer with attention")
+
+
 def take_kv_heads(values: GgufValues, layers: int) -> tuple[int, list[bool]]:
     """The heads of k and v, and which layers attend. Raises FormatError unless all that do have as many."""
     heads = values.get(KV_HEADS)
-    if not isinstance(heads, np.ndarray) or heads.shape != (layers,) or heads.dtype.kind not in "iu" or not heads.any():
+    if not isinstance(heads, np.ndarray) or heads.shape != (layers,) or heads.dtype.kind not in "iu":
         raise values.wrong(KV_HEADS, show(heads), f"and not a whole number for each of {layers:,} layers")
+    if not heads.any():
+        raise values.wrong(KV_HEADS, heads, "and no layer has attention")
     most = int(heads.max())
     if not np.isin(heads, (0, most)).all():
         raise values.wrong(KV_HEADS, heads, "and not one number in all layers with attention")
