@@ -294,6 +294,13 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
             | {"short_mscale": 1.2, "long_mscale": 1.2, "original_max_position_embeddings": 32}
         },
     ),
+    "dbrx": (
+        "DbrxForCausalLM",
+        "DbrxConfig",
+        {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64, "vocab_size": 64}
+        | {"attn_config": {"kv_n_heads": 2, "clip_qkv": 0.25, "rope_theta": 1e4}}
+        | {"ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2}},
+    ),
     "exaone-moe": (
         "ExaoneMoeForCausalLM",
         "ExaoneMoeConfig",

@@ -255,6 +255,7 @@ FAMILIES = {
     "glm-dsa": "GLM_DSA",
     "mimo2": "MIMO2",
     "phimoe": "PHIMOE",
+    "dbrx": "DBRX",
 }
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
 GRANITE = {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}

@@ -32,6 +32,8 @@ LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.5] * 4, "
     **{"short_mscale": 1.2, "long_mscale": 1.2, "original_max_position_embeddings": 32}
 }
 
+FFN = {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2}
+
 
 def saved(name: str, folder: Path, **changes: Any) -> Path:
     source = zoo.save(name, folder, 1, vocab_size=262)
@@ -100,6 +102,8 @@ def written(name: str, folder: Path, **changes: Any) -> Path:
             {"rope_parameters": {**LONG, "short_mscale": 1.1}},
             "short_mscale is 1.1, and llama.cpp takes 1.2 for granted",
         ),
+        ("dbrx", {"ffn_config": {**FFN, "moe_normalize_expert_weights": None}}, "moe_normalize_expert_weights is 'none', and"),
+        ("dbrx", {"ffn_config": {**FFN, "ffn_act_fn": {"name": "gelu"}}}, "hidden_act is 'gelu', and llama.cpp takes 'silu'"),
     ],
 )
 def test_settings_that_llama_cpp_does_not_have(name: str, changes: dict[str, Any], words: str, tmp_path: Path) -> None:
