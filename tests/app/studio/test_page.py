@@ -511,8 +511,7 @@ def test_two_hundred_models_are_searched(browser: Any, tmp_path: Path) -> None:
         visit.page.fill("#search", "tune-17")
         visit.has("#found", "10 of 204 models")
         visit.choose("./models/tune-177")
-        visit.saved()
-        assert "./models/tune-177" in visit.recipe
+        visit.until("document.querySelector('#text').value.includes('./models/tune-177')")
         visit.fine()
 
 
