@@ -269,10 +269,9 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
     other_files |= {"config.json": json_bytes(config), **pooling_files(first.keys, architecture.name)}
     whole = GgufTensors(stored, files, where, dtype)
     weights, padded = _moved(whole, architecture, GgufConfig(config), dtype, where)
-    for name, (number, shape) in architecture.numbers_of_keys(
-        GgufValues(first.keys, where, DAMAGED), config["num_hidden_layers"]
-    ).items():
-        weights.append(KeyWeight(TensorSpec(name, DTYPES["F32"], shape), (), dtype, number))
+    if architecture.in_keys:
+        in_keys = architecture.numbers_of_keys(GgufValues(first.keys, where, DAMAGED), config["num_hidden_layers"])
+        weights += [KeyWeight(TensorSpec(name, DTYPES["F32"], shape), (), dtype, n) for name, (n, shape) in in_keys.items()]
     source = GgufMovedTensors(whole, weights, where) if weights else whole
     return OpenedFiles(source, notes=(*notes, *padded), files=other_files, decoded=_most_blocks(tensors.values()))
 
