@@ -253,7 +253,7 @@ def test_the_bytes_depend_on_nothing_but_the_work(
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [4, pytest.param(60, marks=pytest.mark.sweep)])
 def test_killed_at_random_moments_it_gives_the_same_bytes(kills: int, uneven: Path, tmp_path: Path) -> None:
-    """Each run goes on with what the last one left, and is killed in its turn."""
+    """Each run resumes the previous one, and is killed as well."""
 
     def start(name: str) -> Forked:
         return Forked(lambda: quantise(uneven, tmp_path / name, options_of(tmp_path), name="awq-4bit"))

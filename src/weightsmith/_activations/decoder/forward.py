@@ -405,6 +405,7 @@ def build(base: Base, specs: Mapping[str, TensorSpec]) -> Decoder | WeightsmithE
     """
     from transformers import AutoModelForCausalLM
 
+    model_type = base.config.get("model_type", "")
     try:
         config = transformers_config(base.config)
         with _Weightless():
@@ -414,14 +415,12 @@ def build(base: Base, specs: Mapping[str, TensorSpec]) -> Decoder | WeightsmithE
         layers = body.get_submodule(stack)
         table = body.get_input_embeddings().weight
     except Exception as error:  # a bad config can raise anything in transformers
-        what = f"transformers cannot build a model of type '{base.config.get('model_type', '')}': {first_line(error)}"
+        what = f"transformers cannot build a model of type '{model_type}': {first_line(error)}"
         return Unsupported(what, where=base.label, fix=f"check its config.json{base.instead}")
     text = whole.config.get_text_config()
     for key, received in _FROM_ELSEWHERE.items():
         if number := getattr(text, key, None):
-            what = (
-                f"layers of '{base.config['model_type']}' with {key} {number} also get {received}, and here they run one by one"
-            )
+            what = f"layers of '{model_type}' with {key} {number} also get {received}, and here they run one by one"
             return Unsupported(what, where=base.label, fix=f"choose what needs no text{base.instead}")
     embedding = next(name for name, parameter in body.named_parameters() if parameter is table)
     shapes_by_config = {f"{owner}.{name}" if owner else name: tuple(p.shape) for name, p in body.named_parameters()}

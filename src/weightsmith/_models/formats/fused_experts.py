@@ -1,8 +1,7 @@
-"""Mixtures saved as transformers holds them in memory: the experts of a layer in two tensors.
+"""Mixtures saved in transformers' in-memory layout, with the experts of a layer in two tensors.
 
-transformers 5 joins the experts of these models when it loads them, and takes them apart when it saves them. A state dict that
-was saved without it (torch.save, FSDP, a trainer) still has `experts.gate_up_proj`. It is read as the model's files
-on the Hub are: a matrix for each expert.
+transformers 5 joins the experts of these models on loading and splits them on saving. A state dict saved any other way
+(torch.save, FSDP, a trainer) keeps `experts.gate_up_proj`. It is read like the files on the Hub, with a matrix per expert.
 
     experts.gate_up_proj  [experts, 2 · inner, hidden], the rows of each gate before those of its up
     experts.down_proj     [experts, hidden, inner]
@@ -17,10 +16,13 @@ from typing import Any
 from weightsmith._base.errors import FormatError
 from weightsmith._base.files import show
 from weightsmith._models.sources.parts import PartTensors, TensorPart
+from weightsmith._models.structure.projections import MIXTRAL
 from weightsmith.abc.stored import Specs
 from weightsmith.abc.tensors import Tensors
 
 GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
+_USUAL = ("gate_proj", "up_proj", "down_proj")
+_OF_MIXTRAL = tuple(MIXTRAL[name] for name in _USUAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +34,13 @@ class _Family:
     parent       of the experts: in memory, in files
     """
 
-    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    projections: tuple[str, ...] = _USUAL
     renamed: Mapping[str, str] = field(default_factory=dict)
     parent: tuple[str, str] = ("mlp", "mlp")
 
 
 _QWEN = _Family()
-_MIXTRAL = _Family(("w1", "w3", "w2"), parent=("mlp", "block_sparse_moe"))
+_MIXTRAL = _Family(_OF_MIXTRAL, parent=("mlp", "block_sparse_moe"))
 _BIAS = "e_score_correction_bias"
 
 FAMILIES: Mapping[str, _Family] = {
@@ -52,13 +54,13 @@ FAMILIES: Mapping[str, _Family] = {
     "ernie4_5_moe": _Family(renamed={f"mlp.gate.moe_statics.{_BIAS}": f"mlp.moe_statics.{_BIAS}"}),
     "exaone_moe": _Family(renamed={f"mlp.gate.{_BIAS}": f"mlp.{_BIAS}"}),
     "jamba": _Family(parent=("feed_forward", "feed_forward")),
-    "lfm2_moe": _Family(("w1", "w3", "w2"), parent=("feed_forward", "feed_forward")),
+    "lfm2_moe": _Family(_OF_MIXTRAL, parent=("feed_forward", "feed_forward")),
     "minimax": _MIXTRAL,
     "minimax_m2": _MIXTRAL,
     "mixtral": _MIXTRAL,
 }
-"""Values of `model_type` whose files have a matrix for each expert, as transformers 5.24 converts them (`conversion_mapping`).
-It joins experts of other types too, together with more renames."""
+"""Values of `model_type` whose files have a matrix per expert, from `conversion_mapping` of transformers 5.24. It joins the
+experts of other types too, but renames more of their tensors."""
 
 
 def with_single_experts(source: Tensors, config: Mapping[str, Any], where: str) -> Tensors:
@@ -91,11 +93,11 @@ def with_single_experts(source: Tensors, config: Mapping[str, Any], where: str) 
 
 
 _MOST_EXPERTS = 4096
-"""Eight times what published models have. A header of a few bytes may say any number, and each expert gets names."""
+"""Eight times as many as in published models. A few bytes of a header can claim any number, and each expert gets names."""
 
 
 def _fits(specs: Specs, prefix: str) -> bool:
-    """Both tensors are there, of plain numbers, and their shapes belong together: those of no other layout do."""
+    """Whether both tensors are there and unquantised, with shapes that match only in this layout."""
     pair = [specs[name] for end in (GATE_UP, DOWN) if (name := prefix + end) in specs]
     if len(pair) < 2 or any(spec.dtype.name not in _PLAIN or len(spec.shape) != 3 for spec in pair):
         return False
@@ -114,7 +116,7 @@ def _in_files(name: str, family: _Family) -> str:
     return name if here == there else name.replace(f".{here}.", f".{there}.", 1)
 
 
-def _experts(name: str, shape: tuple[int, ...], prefix: str, projections: tuple[str, str, str]) -> dict[str, TensorPart]:
+def _experts(name: str, shape: tuple[int, ...], prefix: str, projections: tuple[str, ...]) -> dict[str, TensorPart]:
     """The matrices of the experts of one joined tensor."""
     gate, up, down = projections
     of_tensor = (gate, up) if name.endswith(GATE_UP) else (down,)

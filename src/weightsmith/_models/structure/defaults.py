@@ -64,7 +64,7 @@ def rope_settings(config: Mapping[str, Any], where: str = "config.json") -> dict
     """
     for name in (_ROPE, _OLDER_ROPE):
         if config.get(name) is not None and not isinstance(config[name], dict):
-            raise FormatError(f"{name} is {show(config[name])}, and not an object", where=where, fix="repair it")
+            raise FormatError(f"{name} is {show(config[name])}, not an object", where=where, fix="repair it")
     newer, older = config.get(_ROPE) or {}, config.get(_OLDER_ROPE) or {}
     if newer and older and _repeats(older, newer.get("full_attention")):
         return newer

@@ -1,7 +1,7 @@
 """What a model seems to lack: tensors of single layers, whole layers, its last norm, its embedding, its head.
 
-Loaders give such weights random values, some without a word. A merge compares models and finds it; one model alone has nothing
-to be compared with but itself: layers of one kind are alike, and config.json counts them.
+Loaders fill missing weights with random values, some of them silently. A merge detects missing tensors by comparing its models.
+A single model can only be checked against itself: its layers should be alike, and config.json gives their number.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from weightsmith._models.structure.stacks import Stack
 from weightsmith._models.structure.vocabulary import names_embedding, names_head, tie_flag
 
 _MANY_KINDS = 64
-"""Layers of more kinds are not compared. Models have a handful; all with all would take the square of that."""
+"""With more kinds of layers, nothing is compared: models have a handful, and comparing every pair is quadratic."""
 
 _LANGUAGE = ("ForCausalLM", "ForConditionalGeneration")
 _OF_DRAFTS = ("fc.", "eh_proj.", "enorm.", "hnorm.", "model.fc.")
-"""Beginnings of names that only models have which draft tokens for another, and use its norm, embedding or head."""
+"""Prefixes of names that only draft models have. They use the norm, embedding or head of the model that they draft for."""
 
 _LAST_NORM = ("norm", "ln_f")
 _PRE_NORM = "input_layernorm.weight"
-"""Decoders whose layers have a norm of this name, as Llama's, have one behind the last layer too."""
+"""Decoders with this norm in their layers, such as Llama, also have one after the last layer."""
 
 
 def seems_to_lack(structure: Structure, names: Iterable[str], config: Mapping[str, Any] | None) -> Iterator[str]:
     """What a model seems to lack, each as the end of a sentence that begins with the model and "has no".
 
-    Layers that config.json counts are compared if at least two others are of one kind. The first and the last may lack what the
-    others have by design (ModernBERT's first norm), and so may all layers of a model that lists what each is (`block_configs`).
-    Layers may have fewer experts, and a draft model or one without `model.` before its layers has no head of its own.
+    A layer is compared with a kind that at least two layers share. Differences by design are ignored: in the first and the last
+    layer (ModernBERT has no first norm), in models that describe each layer (`block_configs`), and in the number of experts.
+    Draft models need no head, nor do models saved from the base class (`layers.` instead of `model.layers.`).
 
     >>> from weightsmith._base.tensors import DTYPES, TensorSpec
     >>> from weightsmith._models.structure.model import analyse
@@ -88,7 +88,7 @@ _EXPERT = re.compile(r"experts\.(\d{1,9})\.")
 
 
 def _without_more_experts(missing: frozenset[str], layer: frozenset[str]) -> Iterator[str]:
-    """Those of experts that come after the layer's own left out: they may have been pruned, or planned so."""
+    """Leave out experts beyond the layer's last one: a layer may have fewer, by design or because some were pruned."""
     last = max((int(match[1]) for suffix in layer if (match := _EXPERT.search(suffix))), default=-1)
     for suffix in missing:
         match = _EXPERT.search(suffix)
@@ -97,7 +97,7 @@ def _without_more_experts(missing: frozenset[str], layer: frozenset[str]) -> Ite
 
 
 def _uncounted(stack: Stack, config: Mapping[str, Any]) -> Iterator[str]:
-    """Layers behind the last one, which config.json counts."""
+    """Layers that config.json counts, beyond the last one in the model."""
     numbers = [whole_number(section.get("num_hidden_layers")) for section in text_sections(config)]
     number = next(filter(None, numbers), 0)
     if stack.config_path is None and number > stack.n_layers and number % stack.n_layers:  # a multiple counts parts of layers
@@ -106,7 +106,7 @@ def _uncounted(stack: Stack, config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _around(main: Stack, loose: Sequence[str], config: Mapping[str, Any]) -> Iterator[str]:
-    """What a language model has before and behind its layers."""
+    """What a language model has before and after its layers."""
     if not any(part in name for name in loose for part in _LAST_NORM):
         yield "norm behind its last layer"
     if not any(map(names_embedding, loose)):

@@ -379,7 +379,7 @@ def test_layers_of_nemotron_h_under_published_names(
     [
         (
             {"layers_block_type": ["mlp", "other"] * 2},
-            r"layer_types is .*, and not one of linear_attention, full_attention, mlp for each of 4",
+            r"layer_types is .*, not one of linear_attention, full_attention, mlp for each of 4",
         ),
         (
             {"layers_block_type": ["mlp", "mamba"], "num_hidden_layers": 2},
@@ -459,7 +459,7 @@ def test_a_granite_4_without_mamba_comes_back_as_a_granite_3(tmp_path: Path, tok
     [
         (
             {"layer_types": ["mamba", "other"]},
-            r"layer_types is \['mamba', 'other'\], and not attention or full_attention or mamba",
+            r"layer_types is \['mamba', 'other'\], not attention or full_attention or mamba",
         ),
         ({"mamba_d_head": 8}, r"mamba_n_heads \* mamba_d_head is 32, and llama.cpp takes 64 for granted"),
         ({"mamba_conv_bias": False}, "mamba_conv_bias is False, and llama.cpp takes True for granted"),
@@ -1072,7 +1072,7 @@ def refused(name: str = "q8_0", **options: Any) -> str:
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic', and llama.cpp takes 'default'"),
         (
             {"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 1, "high_freq_factor": 4, "factor": "x"}},
-            "factor is 'x', and not a positive number",
+            "factor is 'x', not a positive number",
         ),
         ({"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 1, "factor": 8}}, "high_freq_factor is missing"),
         (
@@ -1085,7 +1085,7 @@ def refused(name: str = "q8_0", **options: Any) -> str:
         ),
         (
             {"model_type": "phi3", "rope_scaling": {"rope_type": "longrope", "long_factor": "x"}},
-            "long_factor is 'x', and not a list of numbers",
+            "long_factor is 'x', not a list of numbers",
         ),
         ({"model_type": "phi3", "partial_rotary_factor": 1e9}, "partial_rotary_factor is 1e+09, which is more than 1"),
         ({"sliding_window": 32}, "sliding_window is 32, and llama.cpp takes None for granted"),
@@ -1112,7 +1112,7 @@ def refused(name: str = "q8_0", **options: Any) -> str:
         ({"model_type": "exaone4", "sliding_window": 32}, "sliding_window is 32, and llama.cpp takes None"),
         ({"model_type": "seed_oss", "mlp_bias": True}, "mlp_bias is True, and llama.cpp takes False"),
         ({"model_type": "qwen2_moe", "norm_topk_prob": True}, "norm_topk_prob is True, and llama.cpp takes False"),
-        ({"model_type": "granite", "logits_scaling": "x"}, "logits_scaling is 'x', and not a positive number"),
+        ({"model_type": "granite", "logits_scaling": "x"}, "logits_scaling is 'x', not a positive number"),
         (
             {"model_type": "qwen3_5_text"}
             | {f"linear_{key}": 2 for key in ("conv_kernel_dim", "key_head_dim", "num_key_heads", "num_value_heads")}
@@ -1125,13 +1125,13 @@ def refused(name: str = "q8_0", **options: Any) -> str:
         ),
         (
             {"model_type": "llama", "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": "x"}},
-            "attention_factor is 'x', and not a positive number",
+            "attention_factor is 'x', not a positive number",
         ),
         ({"num_hidden_layers": 200_000}, "num_hidden_layers is 200000, more than 100,000"),
-        ({"model_type": "olmo3", "tie_word_embeddings": False, "layer_types": 5}, "layer_types is 5, and not a list"),
+        ({"model_type": "olmo3", "tie_word_embeddings": False, "layer_types": 5}, "layer_types is 5, not a list"),
         (
             {"model_type": "olmo3", "tie_word_embeddings": False, "layer_types": ["chunked_attention"] * 2},
-            "and not a list of sliding_attention and full_attention",
+            "not a list of sliding_attention and full_attention",
         ),
         (
             {"model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic", "alpha": 1e38}},

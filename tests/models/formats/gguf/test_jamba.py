@@ -61,7 +61,7 @@ def test_llama_cpp_computes_the_same_of_other_layers(changes: dict[str, Any], tm
         ({"mamba_expand": 3}, "mamba_expand is 3, and llama.cpp takes 2 for granted"),
         ({"mamba_conv_bias": False}, "mamba_conv_bias is False, and llama.cpp takes True"),
         ({"mamba_proj_bias": True}, "mamba_proj_bias is True"),
-        ({"attn_layer_offset": 2}, "attn_layer_offset is 2, and not below attn_layer_period, 2"),
+        ({"attn_layer_offset": 2}, "attn_layer_offset is 2, not below attn_layer_period, 2"),
         ({"expert_layer_offset": 0}, "by expert_layer_period, layer 0 has experts, unlike its tensors"),
         ({"expert_layer_period": 3}, ""),
         ({"expert_layer_period": 3, "expert_layer_offset": 2}, "by expert_layer_period, layer 1 has no experts, unlike its"),
@@ -117,5 +117,5 @@ def test_layers_that_are_not_one_of_every_so_many() -> None:
     for experts in ((1, 2), (0, 1), (2, 3)):
         with pytest.raises(Unsupported, match="expert_layer_period cannot say that layers"):
             read(experts)
-    with pytest.raises(FormatError, match=r"ssm\.inner_size is 96, and not twice 32"):
+    with pytest.raises(FormatError, match=r"ssm\.inner_size is 96, not twice 32"):
         read(**{INNER: 96})

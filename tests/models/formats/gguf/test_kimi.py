@@ -63,11 +63,13 @@ def quantize(source: Path, out: Path, name: str = "f32") -> Path:
 def test_both_layouts_give_one_file_and_come_back(tmp_path: Path) -> None:
     source = saved(tmp_path / "m", dtype="bfloat16")
     path = quantize(source, tmp_path / "q")
-    own = {name: str(value) for name, value in read_gguf_header(path).keys.items() if name.startswith("kimi-linear.")}
+    kimi_keys = {name: str(value) for name, value in read_gguf_header(path).keys.items() if name.startswith("kimi-linear.")}
     published(source)
     again = quantize(source, tmp_path / "again")
     assert stored(again) == stored(path)
-    assert own == {name: str(value) for name, value in read_gguf_header(again).keys.items() if name.startswith("kimi-linear.")}
+    assert kimi_keys == {
+        name: str(value) for name, value in read_gguf_header(again).keys.items() if name.startswith("kimi-linear.")
+    }
     assert stored(path)["blk.0.ssm_conv1d_q.weight"][1] == (1, 64, 1, 4)
     assert stored(path)["blk.0.ssm_a"][1] == (1, 1, 4, 1)
     known = gguf.get_tensor_name_map(gguf.MODEL_ARCH.KIMI_LINEAR, 64)
@@ -125,7 +127,7 @@ def test_llama_cpp_computes_what_transformers_does(changes: dict[str, Any], tmp_
         ({"linear_attn_config": {"num_heads": 2}}, "linear_num_heads is 2, and llama.cpp takes 4"),
         (
             {"layer_types": ["full_attention"] * 3},
-            "layer_types is .*, and not full_attention or linear_attention for each of 4",
+            "layer_types is .*, not full_attention or linear_attention for each of 4",
         ),
         (
             {"layer_types": ["full_attention"] + ["linear_attention"] * 3},
@@ -134,7 +136,7 @@ def test_llama_cpp_computes_what_transformers_does(changes: dict[str, Any], tmp_
         ({"layer_types": None}, "by layer_types, layer 2 has linear_attention, unlike its tensors"),
         ({"layer_types": None, "linear_attn_config": {"full_attn_layers": [3], "kda_layers": [1, 2]}}, "layer_types is"),
         ({"mlp_layer_types": ["sparse"] * 4}, "by mlp_layer_types, layer 0 is sparse, unlike its tensors"),
-        ({"mlp_layer_types": ["sparse", "dense"] * 2}, "mlp_layer_types is .*, and not dense at the start of 4 layers"),
+        ({"mlp_layer_types": ["sparse", "dense"] * 2}, "mlp_layer_types is .*, not dense at the start of 4 layers"),
         ({"mlp_layer_types": None, "first_k_dense_replace": 2}, "by mlp_layer_types, layer 1 is dense, unlike its tensors"),
         ({"linear_head_dim": 8}, "f_a_proj.weight: linear_head_dim is 8 in config.json"),
         ({"kv_lora_rank": 7}, r"kv_lora_rank \+ qk_rope_head_dim is 15"),

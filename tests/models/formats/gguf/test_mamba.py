@@ -56,7 +56,7 @@ def test_heads_that_are_no_number_for_each_layer(heads: object) -> None:
 def test_an_inner_width_that_is_no_multiple() -> None:
     assert take_inner(values(**{INNER: 64}), 32, 4) == 2
     for inner, heads in ((65, 4), (64, 3), (16, 4)):
-        with pytest.raises(FormatError, match=r"ssm\.inner_size is .*, and not a multiple of 32, the width of the model"):
+        with pytest.raises(FormatError, match=r"ssm\.inner_size is .*, not a multiple of 32, the width of the model"):
             take_inner(values(**{INNER: inner}), 32, heads)
 
 
@@ -95,10 +95,10 @@ def test_kinds_of_layers_follow_from_heads_and_widths() -> None:
     ("changes", "words"),
     [
         ({"feed_forward_length": np.array([48, 0, 0], np.int32)}, "and a layer would have an MLP and the attention of"),
-        ({"feed_forward_length": MIXED}, "and not one number in all layers that have one"),
-        ({"feed_forward_length": 48}, "and not a whole number for each of 3 layers"),
-        ({KV_HEADS: np.array([-1, 0, 0], np.int32)}, "and not one number in all layers that have one"),
-        ({INNER: 66}, "is 66, and not a multiple of 4 heads"),
+        ({"feed_forward_length": MIXED}, "not one number in all layers that have one"),
+        ({"feed_forward_length": 48}, "not a whole number for each of 3 layers"),
+        ({KV_HEADS: np.array([-1, 0, 0], np.int32)}, "not one number in all layers that have one"),
+        ({INNER: 66}, "is 66, not a multiple of 4 heads"),
         ({"ssm.state_size": None}, r"nemotron_h\.ssm\.state_size is missing"),
         ({"attention.layer_norm_epsilon": None}, r"nemotron_h\.attention\.layer_norm_epsilon is missing"),
     ],

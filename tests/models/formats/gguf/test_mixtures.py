@@ -75,9 +75,9 @@ def written(name: str, folder: Path, **changes: Any) -> Path:
         (
             "glm-dsa",
             {"indexer_types": ["shared", "full", "full"]},
-            "and not full or shared for each of 3 layers, the first one",
+            "not full or shared for each of 3 layers, the first one",
         ),
-        ("glm-dsa", {"indexer_types": "absent", "index_topk_pattern": "FF"}, "indexer_types is 'FF', and not full or shared"),
+        ("glm-dsa", {"indexer_types": "absent", "index_topk_pattern": "FF"}, "indexer_types is 'FF', not full or shared"),
         ("glm-dsa", {"rope_parameters": YARN}, "rope_type is 'yarn', and llama.cpp takes 'default' for granted"),
         ("glm-dsa", {"q_lora_rank": None}, "q_lora_rank is 'none', and llama.cpp takes 'a number' for granted"),
         ("glm-dsa", {"index_n_heads": 16}, "index_n_heads .*is 512 in config.json|index_n_heads is 16 in config.json"),
@@ -225,7 +225,7 @@ def test_layers_with_an_indexer_in_a_file_that_does_not_say_it(tmp_path: Path) -
         changed = {**keys, "glm-dsa.context_length": context, "glm-dsa.attention.indexer.types": stated}
         config = GlmDsa().config(changed, contents, "float32", "here")
         assert "".join(kind[0].upper() for kind in config["indexer_types"]) == expected
-    with pytest.raises(FormatError, match=r"indexer\.types is .*, and not a truth value for each of 8 layers"):
+    with pytest.raises(FormatError, match=r"indexer\.types is .*, not a truth value for each of 8 layers"):
         GlmDsa().config({**keys, "glm-dsa.attention.indexer.types": np.ones(3, bool)}, contents, "float32", "here")
 
 
@@ -262,7 +262,7 @@ def test_keys_of_mimo_for_layers_that_predict(tmp_path: Path) -> None:
     config = MimoV2().config(keys | more, contents, "float32", "here")
     assert (config["num_hidden_layers"], config["num_key_value_heads"]) == (7, 2)
     assert config["layer_types"] == ["full_attention", *["sliding_attention"] * 4, "full_attention", "sliding_attention"]
-    with pytest.raises(FormatError, match=r"head_count_kv is .*, and not a whole number for each of 7 layers"):
+    with pytest.raises(FormatError, match=r"head_count_kv is .*, not a whole number for each of 7 layers"):
         MimoV2().config(keys | more | {"mimo2.attention.head_count_kv": heads[:3]}, contents, "float32", "here")
     with pytest.raises(Unsupported, match="not twice as large in layers with a window"):
         MimoV2().config(keys | more | {"mimo2.attention.head_count_kv": np.full(8, 2)}, contents, "float32", "here")

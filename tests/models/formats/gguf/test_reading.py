@@ -164,7 +164,7 @@ def test_weights_are_multiplied_by_their_factors(tmp_path: Path) -> None:
         assert np.array_equal(checkpoint.read("model.layers.0.block_sparse_moe.experts.3.w2.weight"), down[3] * np.float32(2))
         assert not any("scale" in name for name in checkpoint.specs)
     tensors["blk.0.ffn_up_exps.scale"] = np.float32([1, 2]), "F32"
-    with pytest.raises(FormatError, match=r"ffn_up_exps\.scale' is F32 \[2\], and not F32 of 1 or 4 numbers"):
+    with pytest.raises(FormatError, match=r"ffn_up_exps\.scale' is F32 \[2\], not F32 of 1 or 4 numbers"):
         open_checkpoint(write_gguf(tmp_path / "m.gguf", "llama", tensors, keys))
 
 

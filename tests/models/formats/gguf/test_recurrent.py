@@ -98,7 +98,7 @@ def test_config_json_of_a_file() -> None:
 
 
 def test_widths_that_are_no_multiples() -> None:
-    with pytest.raises(FormatError, match="is 65, and not a multiple of 32, the width of the model"):
+    with pytest.raises(FormatError, match="is 65, not a multiple of 32, the width of the model"):
         read(Mamba(), **{INNER: 65})
-    with pytest.raises(FormatError, match="is 64, and not a multiple of 3 heads"):
+    with pytest.raises(FormatError, match="is 64, not a multiple of 3 heads"):
         read(Mamba2(), **{"ssm.time_step_rank": 3})

@@ -631,9 +631,17 @@ def _encoded(stored: _Stored, kinds: Sequence[str], importances: Importances, mo
         shift, skipped = architecture.shift_of(spec.name), architecture.rows_skipped(spec.name, config)
         factored = kinds[0] == model.mixture.name == _FACTORED
         columns = architecture.columns_of(spec.name, config)
-        rest: dict[str, Any] = {"factored": factored, "columns": columns, "times": architecture.times(spec.name, config)}
-        rest["deep"] = architecture.is_deepened(spec.name)
-        encoding = GgufEncoding(dtypes[0], head_rows, shift, decays, skipped=skipped, **rest)
+        encoding = GgufEncoding(
+            dtypes[0],
+            head_rows,
+            shift,
+            decays,
+            skipped=skipped,
+            factored=factored,
+            columns=columns,
+            times=architecture.times(spec.name, config),
+            deep=architecture.is_deepened(spec.name),
+        )
     tables, weighted = list[Floats](), -1
     for part, kind in zip(stored.specs, kinds, strict=True):
         values = _importances(importances, part, kind, model.mixture) if TYPES[kind].block > 1 else None

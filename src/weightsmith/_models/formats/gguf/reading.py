@@ -352,7 +352,7 @@ def _factors(
             count, matrices = math.prod(tensor.shape), math.prod(weight.shape[:-2])
             if tensor.dtype.name != "F32" or count not in (1, matrices):
                 what = f"tensor {show(tensor.name)} is {tensor.dtype} {list(tensor.shape)}"
-                what += f", and not F32 of 1 or {matrices:,} numbers"
+                what += f", not F32 of 1 or {matrices:,} numbers"
                 raise FormatError(what, where=str(path), fix=DAMAGED)
             factors[tensor.name] = Factors(path, tensor.offset, count)
     return factors

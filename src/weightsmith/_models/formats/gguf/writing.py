@@ -348,9 +348,8 @@ def find(name: str) -> GgufEncoding | None:
     factored, columns = match[3] == "-scaled", int(match[7] or 0)
     times = [_bands(text) for text in match[8].split("~")[1:]]
     head_rows, known = int(match[2] or 0), tuple(bands for bands in times if bands)
-    encoding = GgufEncoding(
-        dtype, head_rows, shift, decays, pieces, axis, skipped, factored, columns, known, match[3] == "-deep"
-    )
+    deep = match[3] == "-deep"
+    encoding = GgufEncoding(dtype, head_rows, shift, decays, pieces, axis, skipped, factored, columns, times=known, deep=deep)
     return encoding if len(known) == len(times) and encoding.name == name else None
 
 

@@ -131,7 +131,7 @@ def umt5(spiece: bytes | None) -> Arrays:
 
 
 def keys_of(path: Path) -> dict[str, Any]:
-    """Of a list its first thousand: to read 256,384 tokens, scores and types takes seconds."""
+    """The tokenizer's keys. Only the first thousand items of a list: reading all 256,384 tokens takes seconds."""
     fields = gguf.GGUFReader(path / "model.gguf").fields.items()
     prefix = "tokenizer.ggml."
     return {name.removeprefix(prefix): field.contents(slice(1000)) for name, field in fields if name.startswith(prefix)}

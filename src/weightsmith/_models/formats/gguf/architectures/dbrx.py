@@ -8,11 +8,9 @@ from typing import Any
 from weightsmith._base.errors import Unsupported
 from weightsmith._models.formats.gguf.base.architecture import UNTIED, Contents, GgufArchitecture, GgufFamily
 from weightsmith._models.formats.gguf.base.rope import USE_ORIGINAL
-from weightsmith._models.formats.gguf.base.tensors import SplitPart, SplitTensor
+from weightsmith._models.formats.gguf.base.tensors import LAYERS, SplitPart, SplitTensor
 from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufKeys, GgufValues
 
-_PUBLISHED, _LAYERS = "transformer.", "transformer.blocks."
-_CANONICAL, _CANONICAL_LAYERS = "model.", "model.layers."
 _EPS = 1e-5
 """What the norms add, in transformers' code."""
 _CLAMP = "attention.clamp_kqv"
@@ -56,6 +54,7 @@ class Dbrx(GgufArchitecture):
         _experts("v1", "ffn_up_exps.weight"),
         _experts("w2", "ffn_down_exps.weight", transposed=True),
     )
+    prefixes = (("transformer.blocks.", LAYERS), ("transformer.", "model."))
     ends = {"token_embd": "model.wte", "output_norm": "model.norm_f", "output": "lm_head"}
     setting_names = {
         **{"attention.head_count_kv": "kv_n_heads of attn_config", "feed_forward_length": "ffn_hidden_size of ffn_config"},
@@ -97,18 +96,6 @@ class Dbrx(GgufArchitecture):
         del config["head_dim"]
         config["attn_config"]["rope_theta"] = base = config.pop("rope_theta")
         config["rope_parameters"] = {"rope_type": "default", "rope_theta": base}
-
-    def canonical(self, name: str) -> str:
-        for published, canonical in ((_LAYERS, _CANONICAL_LAYERS), (_PUBLISHED, _CANONICAL)):
-            if name.startswith(published):
-                return super().canonical(f"{canonical}{name.removeprefix(published)}")
-        return super().canonical(name)
-
-    def published(self, canonical: str) -> str:
-        for published, here in ((_LAYERS, _CANONICAL_LAYERS), (_PUBLISHED, _CANONICAL)):
-            if canonical.startswith(here):
-                return f"{published}{canonical.removeprefix(here)}"
-        return canonical
 
 
 FAMILY = GgufFamily((Dbrx(),))

@@ -43,7 +43,6 @@ EXPERT_NUMBERS = (
 )
 """`GgufArchitecture.numbers` of models that have DeepSeek's experts."""
 PREDICTING = Predicting("num_nextn_predict_layers")
-_PREDICT = ("glm4_moe_lite",)
 _LOG = "rope.scaling.yarn_log_multiplier"
 _HEADS = product_of("attention.head_count")
 _QUERIES = product_of("attention.head_count", "attention.key_length_mla")
@@ -165,7 +164,7 @@ class DeepseekV3(DeepseekV2):
 
     def of_model(self, config: Mapping[str, Any], names: Iterable[str]) -> Self:
         """As in `GgufArchitecture`; llama.cpp's converter leaves out the predictors of DeepSeek-V3."""
-        return super().of_model(config, names) if config.get("model_type") in _PREDICT else self
+        return super().of_model(config, names) if config.get("model_type") == "glm4_moe_lite" else self
 
     def check_groups(self, config: GgufConfig) -> None:
         """llama.cpp chooses groups as V3 does."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Container, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from weightsmith._models.formats.gguf.base.architecture import Contents, GgufArchitecture, GgufFamily, GgufKey, head_dim
-from weightsmith._models.formats.gguf.base.mamba import INNER, MAMBA_SHAPES, mamba_bare, mamba_flat, mamba_layer
-from weightsmith._models.formats.gguf.base.tensors import ATTENTION, LAYER_SHAPES
+from weightsmith._models.formats.gguf.base.mamba import INNER, MAMBA_SHAPES, mamba_bare, mamba_flat, mamba_layer, need_no_limit
+from weightsmith._models.formats.gguf.base.tensors import ATTENTION, LAYER_SHAPES, LAYERS
 from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufKeys, GgufValues
 from weightsmith._models.formats.gguf.cuts import HeadOrder
 
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
     from weightsmith._models.formats.gguf.writing import Multiplied
 
 _INNER, _HEADS = "mamba_d_ssm", "mamba_n_heads"
-_NO_LIMIT = (None, [0, math.inf], [0, {"__float__": "Infinity"}])
 _MLP, _MAMBA = "mlp_multipliers", "ssm_multipliers"
 
 
@@ -28,7 +26,7 @@ def _several(config: GgufConfig, name: str, count: int) -> list[float]:
     """A list of multipliers. Raises FormatError."""
     numbers = config.numbers(name, {name: config.get(name, [1.0] * count)}).tolist()
     if len(numbers) != count:
-        raise config.wrong(name, config.get(name), f"and not {count} numbers")
+        raise config.wrong(name, config.get(name), f"not {count} numbers")
     return [float(number) for number in config.get(name, numbers)]
 
 
@@ -76,8 +74,7 @@ class FalconH1(GgufArchitecture):
 
     def check(self, config: GgufConfig) -> None:
         super().check(config)
-        limit = config.get("time_step_limit")
-        config.need("time_step_limit", None if limit in _NO_LIMIT else limit, None)
+        need_no_limit(config)
         if config.get("mamba_rms_norm", False):
             config.need("mamba_norm_before_gate", config.get("mamba_norm_before_gate", True), False)
         if config.get("mamba_d_head", "auto") != "auto":
@@ -94,7 +91,7 @@ class FalconH1(GgufArchitecture):
     def take_more(self, values: GgufValues, config: dict[str, Any], contents: Contents) -> None:
         inner, heads = config[_INNER], config[_HEADS]
         if inner % heads:
-            raise values.wrong(INNER, inner, f"and not a multiple of {heads:,} heads")
+            raise values.wrong(INNER, inner, f"not a multiple of {heads:,} heads")
         config["mamba_d_head"] = inner // heads
         config["mamba_rms_norm"], config["mamba_norm_before_gate"] = "blk.0.ssm_norm.weight" in contents.shapes, False
         config |= {name: 1.0 for names in self.multipliers.values() for name in names}  # the weights have them
@@ -121,8 +118,6 @@ class FalconH1(GgufArchitecture):
 
 
 _KV, _NEW, _NORMS = "num_kv_heads", "new_decoder_architecture", "num_ln_in_parallel_attn"
-_LAYERS, _HUB_LAYERS = "model.layers.", "transformer.h."
-_CANONICAL, _PUBLISHED = "model.", "transformer."
 _SECOND_NORM = "attn_norm_2"
 
 
@@ -143,6 +138,7 @@ class Falcon(GgufArchitecture):
         **{"attn_qkv": "self_attention.query_key_value", "attn_output": "self_attention.dense"},
         **{"ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h", "attn_norm": "input_layernorm"},
     }
+    prefixes = (("transformer.h.", LAYERS), ("transformer.", "model."))
     ends = {"token_embd": "model.word_embeddings", "output_norm": "model.ln_f", "output": "lm_head"}
     sizes = {
         **GgufArchitecture.sizes,
@@ -172,7 +168,7 @@ class Falcon(GgufArchitecture):
             config.need("parallel_attn", config.get("parallel_attn", True), True)
         heads, kv_heads = config.count("num_attention_heads"), config.count(_KV)
         if heads % kv_heads:
-            raise config.wrong("num_attention_heads", heads, f"and not a multiple of {_KV}, {kv_heads:,}")
+            raise config.wrong("num_attention_heads", heads, f"not a multiple of {_KV}, {kv_heads:,}")
 
     def put_more(self, config: GgufConfig, keys: GgufKeys) -> None:
         keys.put("tensor_data_layout", "str", "jploski")
@@ -198,18 +194,6 @@ class Falcon(GgufArchitecture):
         heads, kv_heads = config.count("num_attention_heads"), config.count(_KV)
         parts, settings, together = "heads of q, k and v", f"num_attention_heads and {_KV}", heads // kv_heads
         return HeadOrder(0, 0, kv_heads, heads + 2 * kv_heads, head_dim(config), parts, settings, together)
-
-    def canonical(self, name: str) -> str:
-        for published, canonical in ((_HUB_LAYERS, _LAYERS), (_PUBLISHED, _CANONICAL)):
-            if name.startswith(published):
-                return super().canonical(f"{canonical}{name.removeprefix(published)}")
-        return super().canonical(name)
-
-    def published(self, canonical: str) -> str:
-        for published, start in ((_HUB_LAYERS, _LAYERS), (_PUBLISHED, _CANONICAL)):
-            if canonical.startswith(start):
-                return f"{published}{canonical.removeprefix(start)}"
-        return canonical
 
 
 class Falcon40B(Falcon):

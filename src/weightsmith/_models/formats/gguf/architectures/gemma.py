@@ -52,7 +52,7 @@ class Gemma2(GgufArchitecture):
     activation = GELU
     windows = Windows(2, default=4096)
     largest: ClassVar[int] = 46
-    """Layers of the 27B model, whose attention is scaled by the mean width of a head, and not by the width."""
+    """Layers of the 27B model, whose attention is scaled by the mean width of a head, not by the width."""
 
     def put_attention(self, config: GgufConfig, keys: GgufKeys) -> None:
         super().put_attention(config, keys)
@@ -287,7 +287,7 @@ def _slides(config: GgufConfig) -> list[bool]:
     layers = config.count("num_hidden_layers")
     types = config.get("layer_types") or Windows(6).layer_types(layers, slides=True)
     if not isinstance(types, list) or len(types) != layers:
-        raise config.wrong("layer_types", types, f"and not one for each of {layers:,} layers")
+        raise config.wrong("layer_types", types, f"not one for each of {layers:,} layers")
     return [kind == "sliding_attention" for kind in types]
 
 
@@ -302,7 +302,7 @@ def _global(config: GgufConfig, name: str, default: int) -> int:
         if not slides and isinstance(settings := per_layer.get(str(i)), dict)
     ]
     if any(number != stated[0] for number in stated):
-        raise config.wrong("per_layer_config", per_layer, f"and not one {name} for all layers that attend to everything")
+        raise config.wrong("per_layer_config", per_layer, f"not one {name} for all layers that attend to everything")
     return config.count(name, default, {name: stated[0] if stated else None}, least=0)
 
 

@@ -116,7 +116,7 @@ class GlmDsa(DeepseekV2):
             every = 4 if config["max_position_embeddings"] >= 1 << 20 else 1
             stated = np.array([max(i - 2, 0) % every == 0 for i in range(layers)])
         if not isinstance(stated, np.ndarray) or stated.shape != (layers,):
-            raise values.wrong(_TYPES, stated, f"and not a truth value for each of {layers:,} layers")
+            raise values.wrong(_TYPES, stated, f"not a truth value for each of {layers:,} layers")
         config["indexer_types"] = ["full" if has_indexer else "shared" for has_indexer in stated]
 
 
@@ -129,7 +129,7 @@ def _has_indexer(config: GgufConfig) -> list[bool]:
         return [max(i - first + 1, 0) % every == 0 for i in range(layers)]
     kinds = [{"F": "full", "S": "shared"}.get(kind, kind) for kind in types] if isinstance(types, list | str) else []
     if len(kinds) != layers or not all(kind in ("full", "shared") for kind in kinds) or kinds[0] != "full":
-        raise config.wrong("indexer_types", types, f"and not full or shared for each of {layers:,} layers, the first one full")
+        raise config.wrong("indexer_types", types, f"not full or shared for each of {layers:,} layers, the first one full")
     return [kind == "full" for kind in kinds]
 
 

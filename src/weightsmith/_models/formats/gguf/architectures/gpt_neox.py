@@ -20,7 +20,6 @@ from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufValues
 from weightsmith._models.formats.gguf.cuts import HeadOrder
 
 _ROPE, _SHARE = "rope_parameters", "partial_rotary_factor"
-_PUBLISHED, _CANONICAL = "gpt_neox.", "model."
 
 
 class GptNeoX(GgufArchitecture):
@@ -35,6 +34,7 @@ class GptNeoX(GgufArchitecture):
         **{"attn_qkv": "attention.query_key_value", "attn_output": "attention.dense"},
         **{"ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"},
     }
+    prefixes = (("gpt_neox.", "model."),)
     ends = {"token_embd": "model.embed_in", "output_norm": "model.final_layer_norm", "output": "embed_out"}
     numbers = (GgufKey("use_parallel_residual", "use_parallel_residual", "bool", 1),)
     fixed = {**UNTIED, "attention_bias": True}
@@ -71,12 +71,6 @@ class GptNeoX(GgufArchitecture):
             return None
         heads = config.count("num_attention_heads")
         return HeadOrder(0, 0, heads, 3 * heads, head_dim(config), "heads of q, k and v", "num_attention_heads and hidden_size")
-
-    def canonical(self, name: str) -> str:
-        return super().canonical(f"{_CANONICAL}{name.removeprefix(_PUBLISHED)}" if name.startswith(_PUBLISHED) else name)
-
-    def published(self, canonical: str) -> str:
-        return f"{_PUBLISHED}{canonical.removeprefix(_CANONICAL)}" if canonical.startswith(_CANONICAL) else canonical
 
 
 FAMILY = GgufFamily((GptNeoX(),))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -16,6 +15,7 @@ from weightsmith._models.formats.gguf.base.mamba import (
     mamba_flat,
     mamba_layer,
     need_attention,
+    need_no_limit,
     put_kv_heads,
     take_inner,
     take_kv_heads,
@@ -78,7 +78,6 @@ _ATTENDS, _MAMBA = ("attention", "full_attention"), ("mamba", "linear_attention"
 """Kinds of layers, as published and as newer versions of transformers write them."""
 _SHARED = "shared_intermediate_size"
 _ROPE = "rope.scaling.finetuned"
-_NO_LIMIT = ([0, math.inf], [0, {"__float__": "Infinity"}])
 """What `time_step_limit` is where there is none: as JSON of Python has it, and as transformers writes it."""
 _SHARED_MLP = SplitTensor("shared_mlp.input_linear.weight", (SplitPart("ffn_gate.weight"), SplitPart("ffn_up.weight")))
 
@@ -127,8 +126,7 @@ class GraniteHybrid(GgufArchitecture):
 
     def check(self, config: GgufConfig) -> None:
         super().check(config)
-        limit = config.get("time_step_limit")
-        config.need("time_step_limit", None if limit in _NO_LIMIT else limit, None)
+        need_no_limit(config)
 
     def put_more(self, config: GgufConfig, keys: GgufKeys) -> None:
         attends = layer_kinds(config, _ATTENDS, _MAMBA)

@@ -46,7 +46,7 @@ class InternVl(VisionHalf):
     def keys_of(self, images: Images) -> dict[str, int | None]:
         ratio = images.whole.number("downsample_ratio", 0.5)
         if not 1 / MOST < ratio <= 1:
-            raise images.whole.wrong("downsample_ratio", ratio, "and not a share")
+            raise images.whole.wrong("downsample_ratio", ratio, "not a share")
         tiles = {
             f"vision.preproc_{end}_tiles": images.whole.count(f"{end}_dynamic_patch")
             for end in ("min", "max")

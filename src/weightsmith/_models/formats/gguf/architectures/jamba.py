@@ -7,20 +7,23 @@ from typing import Any, ClassVar
 
 from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._models.formats.gguf.base.architecture import Contents, GgufArchitecture, GgufFamily, GgufKey
-from weightsmith._models.formats.gguf.base.mamba import INNER, KV_HEADS, need_attention, put_kv_heads, take_kv_heads
+from weightsmith._models.formats.gguf.base.mamba import (
+    INNER,
+    KV_HEADS,
+    MAMBA_1_SHAPES,
+    RANK,
+    STATE,
+    mamba_1_layer,
+    need_attention,
+    put_kv_heads,
+    put_rank,
+    take_kv_heads,
+)
 from weightsmith._models.formats.gguf.base.rope import USE_ORIGINAL
-from weightsmith._models.formats.gguf.base.tensors import LAYER_SHAPES, PROJECTIONS, WIDTH, Dimension, TensorShape, product_of
+from weightsmith._models.formats.gguf.base.tensors import LAYER_SHAPES, PROJECTIONS
 from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufKeys, GgufValues
 
-_RANK, _STATE = "ssm.time_step_rank", "ssm.state_size"
 _ROLES = ("gate", "up", "down")
-_SHAPES: Mapping[str, TensorShape] = {
-    **LAYER_SHAPES,
-    "ssm_in": (product_of(2, INNER), WIDTH),
-    "ssm_x": (Dimension(((_RANK,), (2, _STATE))), product_of(INNER)),
-    "ssm_dt": (product_of(INNER), product_of(_RANK)),
-    "ssm_out": (WIDTH, product_of(INNER)),
-}
 
 
 class Jamba(GgufArchitecture):
@@ -34,22 +37,21 @@ class Jamba(GgufArchitecture):
         **{**PROJECTIONS, "attn_norm": "input_layernorm", "ffn_norm": "pre_ff_layernorm"},
         **{f"ffn_{role}": f"feed_forward.{role}_proj" for role in _ROLES},
         **{f"ffn_{role}_exps": f"feed_forward.experts.{{}}.{role}_proj" for role in _ROLES},
-        **{"ffn_gate_inp": "feed_forward.router", "ssm_conv1d": "mamba.conv1d"},
-        **{f"ssm_{part}": f"mamba.{part}_proj" for part in ("in", "x", "dt", "out")},
+        **{"ffn_gate_inp": "feed_forward.router", **mamba_1_layer("mamba")},
         **{f"ssm_{part}_norm": f"mamba.{part}_layernorm" for part in ("dt", "b", "c")},
     }
     bare: ClassVar[Mapping[str, str]] = {"ssm_a": "mamba.A_log", "ssm_d": "mamba.D"}
     ends = {"token_embd": "model.embed_tokens", "output_norm": "model.final_layernorm", "output": "lm_head"}
-    shapes = _SHAPES
+    shapes = {**LAYER_SHAPES, **MAMBA_1_SHAPES}
     setting_names: ClassVar[Mapping[str, str]] = {
         KV_HEADS: "num_key_value_heads (0 in layers of Mamba, which attn_layer_period states)",
-        **{INNER: "mamba_expand * hidden_size", _RANK: "mamba_dt_rank"},
+        **{INNER: "mamba_expand * hidden_size", RANK: "mamba_dt_rank"},
     }
     rotary = False
     experts = "num_experts"
     numbers: ClassVar[tuple[GgufKey, ...]] = (
         GgufKey("ssm.conv_kernel", "mamba_d_conv"),
-        GgufKey(_STATE, "mamba_d_state"),
+        GgufKey(STATE, "mamba_d_state"),
     )
     fixed: ClassVar[Mapping[str, Any]] = {"mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False}
 
@@ -59,9 +61,8 @@ class Jamba(GgufArchitecture):
         layers, heads = config.count("num_hidden_layers"), config.count("num_attention_heads")
         attends = _periodic(config, "attn", layers)
         put_kv_heads(attends, config.count("num_key_value_heads", heads), keys)
-        width = config.count("hidden_size")
-        keys.u32(INNER, 2 * width)
-        keys.u32(_RANK, -(-width // 16) if config.get("mamba_dt_rank", "auto") == "auto" else config.count("mamba_dt_rank"))
+        keys.u32(INNER, 2 * config.count("hidden_size"))
+        put_rank(config, "mamba_dt_rank", keys)
         if (experts := config.count("num_experts")) == 1:  # all layers have an MLP then: llama.cpp loads no more than there are
             keys.u32("expert_used_count", experts)
 
@@ -86,9 +87,9 @@ class Jamba(GgufArchitecture):
         config |= _period_of(attends, "attn", values.where)
         experts = [f"blk.{i}.ffn_gate_inp.weight" in contents.shapes for i in range(layers)]
         config |= _period_of(experts, "expert", values.where)
-        config["mamba_dt_rank"] = values.count(_RANK)
+        config["mamba_dt_rank"] = values.count(RANK)
         if values.count(INNER) != 2 * config["hidden_size"]:
-            raise values.wrong(INNER, values.count(INNER), f"and not twice {config['hidden_size']:,}, the width of the model")
+            raise values.wrong(INNER, values.count(INNER), f"not twice {config['hidden_size']:,}, the width of the model")
 
 
 def _periodic(config: GgufConfig, kind: str, layers: int) -> list[bool]:
@@ -96,13 +97,13 @@ def _periodic(config: GgufConfig, kind: str, layers: int) -> list[bool]:
     name, at = f"{kind}_layer_period", f"{kind}_layer_offset"
     period, offset = config.count(name), config.count(at, least=0)
     if offset >= period:
-        raise config.wrong(at, offset, f"and not below {name}, {period:,}")
+        raise config.wrong(at, offset, f"not below {name}, {period:,}")
     return [i % period == offset for i in range(layers)]
 
 
-def _period_of(found: Iterable[bool], kind: str, where: str) -> dict[str, int]:
+def _period_of(of_kind: Iterable[bool], kind: str, where: str) -> dict[str, int]:
     """What config.json says of the layers of a kind. Raises Unsupported for layers that are not one of every so many."""
-    present = [*found]
+    present = [*of_kind]
     layers, places = len(present), [i for i, here in enumerate(present) if here]
     offset = places[0] if places else layers
     period = places[1] - offset if len(places) > 1 else max(layers, offset + 1)

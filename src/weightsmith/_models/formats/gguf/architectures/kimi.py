@@ -172,7 +172,7 @@ def _kinds(config: GgufConfig) -> list[str]:
     if kinds is None:
         kinds = [_LINEAR if i % 4 or not i else _FULL for i in range(layers)]
     if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in (_FULL, _LINEAR) for kind in kinds):
-        raise config.wrong("layer_types", kinds, f"and not {_FULL} or {_LINEAR} for each of {layers:,} layers")
+        raise config.wrong("layer_types", kinds, f"not {_FULL} or {_LINEAR} for each of {layers:,} layers")
     return kinds
 
 
@@ -183,7 +183,7 @@ def _dense(config: GgufConfig) -> int:
         return min(layers, config.count("first_k_dense_replace", 1, least=0))
     dense = kinds.count("dense") if isinstance(kinds, list) else 0
     if kinds != ["dense"] * dense + ["sparse"] * (layers - dense):
-        raise config.wrong("mlp_layer_types", kinds, f"and not dense at the start of {layers:,} layers, and sparse behind")
+        raise config.wrong("mlp_layer_types", kinds, f"not dense at the start of {layers:,} layers, and sparse behind")
     return dense
 
 

@@ -47,7 +47,7 @@ class Lfm2(GgufArchitecture):
         if types is None and isinstance(attends := config.get("full_attn_idxs"), list):
             types = [ATTENTION if i in attends else CONVOLUTION for i in range(layers)]
         if not isinstance(types, list) or len(types) != layers or not all(kind in (CONVOLUTION, ATTENTION) for kind in types):
-            raise config.wrong("layer_types", types, f"and not {CONVOLUTION} or {ATTENTION} for each of {layers:,} layers")
+            raise config.wrong("layer_types", types, f"not {CONVOLUTION} or {ATTENTION} for each of {layers:,} layers")
         keys.put(_HEADS, "i32", [kv_heads if kind == ATTENTION else 0 for kind in types])
         keys.u32("vocab_size", config.count("vocab_size"))
         if config.get("block_auto_adjust_ff_dim", False):
@@ -64,10 +64,10 @@ class Lfm2(GgufArchitecture):
     def take_more(self, values: GgufValues, config: dict[str, Any], contents: Contents) -> None:
         heads, layers = values.get(_HEADS), config["num_hidden_layers"]
         if not isinstance(heads, np.ndarray) or heads.shape != (layers,) or heads.dtype.kind not in "iu" or not heads.any():
-            raise values.wrong(_HEADS, show(heads), f"and not a whole number for each of {layers:,} layers")
+            raise values.wrong(_HEADS, show(heads), f"not a whole number for each of {layers:,} layers")
         most = int(heads.max())
         if not np.isin(heads, (0, most)).all():
-            raise values.wrong(_HEADS, heads, "and not one number in all layers with attention")
+            raise values.wrong(_HEADS, heads, "not one number in all layers with attention")
         config["num_key_value_heads"] = most
         config["layer_types"] = [ATTENTION if count else CONVOLUTION for count in heads.tolist()]
         config["block_auto_adjust_ff_dim"] = False

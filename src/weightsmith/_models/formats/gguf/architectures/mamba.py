@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from weightsmith._models.formats.gguf.base.architecture import Contents, GgufArchitecture, GgufFamily, GgufKey
-from weightsmith._models.formats.gguf.base.mamba import INNER, MAMBA_SHAPES, mamba_bare, mamba_flat, mamba_layer
-from weightsmith._models.formats.gguf.base.tensors import LAYER_SHAPES, WIDTH, Dimension, TensorShape, product_of
+from weightsmith._models.formats.gguf.base.mamba import (
+    INNER,
+    MAMBA_1_SHAPES,
+    MAMBA_SHAPES,
+    RANK,
+    STATE,
+    mamba_1_layer,
+    mamba_bare,
+    mamba_flat,
+    mamba_layer,
+    need_no_limit,
+    put_rank,
+)
+from weightsmith._models.formats.gguf.base.tensors import LAYER_SHAPES, TensorShape
 from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufKeys, GgufValues
 
-_RANK, _STATE, _NORMED = "ssm.time_step_rank", "ssm.state_size", "ssm.dt_b_c_rms"
+_NORMED = "ssm.dt_b_c_rms"
 _CONTEXT = 1 << 20
 """What llama.cpp's converter writes for the length of texts, which is not limited."""
 _HEADS = "num_attention_heads"
-_NO_LIMIT = (None, [0, math.inf], [0, {"__float__": "Infinity"}])
-_PUBLISHED, _CANONICAL = "backbone.", "model."
-_SHAPES: Mapping[str, TensorShape] = {
-    **LAYER_SHAPES,
-    "ssm_in": (product_of(2, INNER), WIDTH),
-    "ssm_x": (Dimension(((_RANK,), (2, _STATE))), product_of(INNER)),
-    "ssm_dt": (product_of(INNER), product_of(_RANK)),
-    "ssm_out": (WIDTH, product_of(INNER)),
-}
 
 
 class Mamba(GgufArchitecture):
@@ -33,17 +35,18 @@ class Mamba(GgufArchitecture):
     class_name = "MambaForCausalLM"
     model_types: ClassVar[tuple[str, ...]] = ("mamba",)
     layer: ClassVar[Mapping[str, str]] = {
-        **{"attn_norm": "norm", "ssm_conv1d": "mixer.conv1d"},
-        **{f"ssm_{part}": f"mixer.{part}_proj" for part in ("in", "x", "dt", "out")},
+        "attn_norm": "norm",
+        **mamba_1_layer("mixer"),
     }
     bare: ClassVar[Mapping[str, str]] = {"ssm_a": "mixer.A_log", "ssm_d": "mixer.D"}
+    prefixes = (("backbone.", "model."),)
     ends = {"token_embd": "model.embeddings", "output_norm": "model.norm_f", "output": "lm_head"}
-    shapes: ClassVar[Mapping[str, TensorShape]] = _SHAPES
-    setting_names: ClassVar[Mapping[str, str]] = {INNER: "expand * hidden_size", _RANK: "time_step_rank"}
+    shapes: ClassVar[Mapping[str, TensorShape]] = {**LAYER_SHAPES, **MAMBA_1_SHAPES}
+    setting_names: ClassVar[Mapping[str, str]] = {INNER: "expand * hidden_size", RANK: "time_step_rank"}
     sizes = {"block_count": "num_hidden_layers", "embedding_length": "hidden_size"}
     rotary = False
     eps = ("attention.layer_norm_rms_epsilon", "layer_norm_epsilon")
-    numbers: ClassVar[tuple[GgufKey, ...]] = (GgufKey("ssm.conv_kernel", "conv_kernel"), GgufKey(_STATE, "state_size"))
+    numbers: ClassVar[tuple[GgufKey, ...]] = (GgufKey("ssm.conv_kernel", "conv_kernel"), GgufKey(STATE, "state_size"))
     fixed: ClassVar[Mapping[str, Any]] = {"use_bias": False, "use_conv_bias": True, "expand": 2}
     normed: ClassVar[bool] = False
 
@@ -66,9 +69,8 @@ class Mamba(GgufArchitecture):
         keys.u32("attention.head_count", 0)
 
     def put_more(self, config: GgufConfig, keys: GgufKeys) -> None:
-        width = config.count("hidden_size")
         keys.u32(INNER, self.inner(config))
-        keys.u32(_RANK, -(-width // 16) if config.get("time_step_rank", "auto") == "auto" else config.count("time_step_rank"))
+        put_rank(config, "time_step_rank", keys)
         keys.put(_NORMED, "bool", self.normed)
 
     @staticmethod
@@ -89,17 +91,9 @@ class Mamba(GgufArchitecture):
         del config[_HEADS]
         inner, width = values.count(INNER), config["hidden_size"]
         if inner % width:
-            raise values.wrong(INNER, inner, f"and not a multiple of {width:,}, the width of the model")
+            raise values.wrong(INNER, inner, f"not a multiple of {width:,}, the width of the model")
         config["expand"] = inner // width
-        config["time_step_rank"] = values.count(_RANK)
-
-    # ---- tensors
-
-    def canonical(self, name: str) -> str:
-        return super().canonical(f"{_CANONICAL}{name.removeprefix(_PUBLISHED)}" if name.startswith(_PUBLISHED) else name)
-
-    def published(self, canonical: str) -> str:
-        return f"{_PUBLISHED}{canonical.removeprefix(_CANONICAL)}" if canonical.startswith(_CANONICAL) else canonical
+        config["time_step_rank"] = values.count(RANK)
 
 
 class FalconMamba(Mamba):
@@ -120,14 +114,13 @@ class Mamba2(Mamba):
     bare = mamba_bare("mixer")
     shapes = {**LAYER_SHAPES, **MAMBA_SHAPES}
     setting_names = {INNER: "expand * hidden_size"}
-    numbers = (*Mamba.numbers, GgufKey("ssm.group_count", "n_groups"), GgufKey(_RANK, "num_heads"))
+    numbers = (*Mamba.numbers, GgufKey("ssm.group_count", "n_groups"), GgufKey(RANK, "num_heads"))
     fixed = {"use_bias": False, "use_conv_bias": True}
     flat = mamba_flat(Mamba.inner, "n_groups")
 
     def check(self, config: GgufConfig) -> None:
         GgufArchitecture.check(self, config)
-        limit = config.get("time_step_limit")
-        config.need("time_step_limit", None if limit in _NO_LIMIT else limit, None)
+        need_no_limit(config)
         config.need("num_heads * head_dim", config.count("num_heads") * config.count("head_dim"), self.inner(config))
 
     def put_more(self, config: GgufConfig, keys: GgufKeys) -> None:
@@ -138,7 +131,7 @@ class Mamba2(Mamba):
         del config["time_step_rank"]
         inner, heads = values.count(INNER), config["num_heads"]
         if inner % heads:
-            raise values.wrong(INNER, inner, f"and not a multiple of {heads:,} heads")
+            raise values.wrong(INNER, inner, f"not a multiple of {heads:,} heads")
         config["head_dim"] = inner // heads
 
 

@@ -137,7 +137,7 @@ def _of_layers(values: GgufValues, name: str, layers: int) -> list[int]:
     """A number of each layer; the file may have more, of layers that predict. Raises FormatError."""
     stated = values.get(name)
     if not isinstance(stated, np.ndarray) or stated.ndim != 1 or stated.size < layers or stated.dtype.kind not in "biu":
-        raise values.wrong(name, stated, f"and not a whole number for each of {layers:,} layers")
+        raise values.wrong(name, stated, f"not a whole number for each of {layers:,} layers")
     return [int(number) for number in stated[:layers]]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -17,6 +16,7 @@ from weightsmith._models.formats.gguf.base.mamba import (
     mamba_bare,
     mamba_flat,
     mamba_layer,
+    need_no_limit,
     put_kv_heads,
 )
 from weightsmith._models.formats.gguf.base.tensors import ATTENTION, ENDS, LAYER_SHAPES, MLP_NORM, UNGATED_MLP
@@ -44,9 +44,7 @@ _LAYERS = {
 }
 """What published files call kinds of layers, as letters or in a list, and what newer versions of transformers call them."""
 _KINDS = ("linear_attention", "full_attention", "mlp", "moe")
-_NO_LIMIT = (None, [0, math.inf], [0, {"__float__": "Infinity"}])
 _WIDTHS = "feed_forward_length"
-_PUBLISHED, _CANONICAL = "backbone.", "model."
 
 
 def _inner(config: GgufConfig) -> int:
@@ -65,6 +63,7 @@ class NemotronH(GgufArchitecture):
         **mamba_layer("mixer"),
     }
     bare: ClassVar[Mapping[str, str]] = mamba_bare("mixer")
+    prefixes = (("backbone.", "model."),)
     ends = {**ENDS, "token_embd": "model.embeddings", "output_norm": "model.norm_f"}
     shapes = {**LAYER_SHAPES, **MAMBA_SHAPES}
     setting_names: ClassVar[Mapping[str, str]] = {
@@ -110,14 +109,13 @@ class NemotronH(GgufArchitecture):
 
     def check(self, config: GgufConfig) -> None:
         super().check(config)
-        limit = config.get("time_step_limit")
-        config.need("time_step_limit", None if limit in _NO_LIMIT else limit, None)
+        need_no_limit(config)
 
     def put_more(self, config: GgufConfig, keys: GgufKeys) -> None:
         layers, types = config.count("num_hidden_layers"), config.get("layer_types")
         known = [kind for kind in _KINDS if kind != ("mlp" if self.experts else "moe")]
         if not isinstance(types, list) or len(types) != layers or not all(kind in known for kind in types):
-            raise config.wrong("layer_types", types, f"and not one of {', '.join(known)} for each of {layers:,} layers")
+            raise config.wrong("layer_types", types, f"not one of {', '.join(known)} for each of {layers:,} layers")
         heads = config.count("num_key_value_heads", config.count("num_attention_heads"))
         put_kv_heads([kind == "full_attention" for kind in types], heads, keys)
         width = config.count(self.wide)
@@ -146,27 +144,19 @@ class NemotronH(GgufArchitecture):
         ]
         inner, count = values.count(INNER), config["mamba_num_heads"]
         if inner % count:
-            raise values.wrong(INNER, inner, f"and not a multiple of {count:,} heads")
+            raise values.wrong(INNER, inner, f"not a multiple of {count:,} heads")
         config["mamba_head_dim"] = inner // count
 
     # ---- tensors
-
-    def canonical(self, name: str) -> str:
-        return super().canonical(f"{_CANONICAL}{name.removeprefix(_PUBLISHED)}" if name.startswith(_PUBLISHED) else name)
-
-    def published(self, canonical: str) -> str:
-        if not canonical.startswith(_CANONICAL):
-            return canonical
-        return f"{_PUBLISHED}{canonical.removeprefix(_CANONICAL)}"
 
 
 def _by_layer(values: GgufValues, name: str, layers: int) -> list[int]:
     """0 or one number for each layer. Raises FormatError."""
     numbers = values.get(name)
     if not isinstance(numbers, np.ndarray) or numbers.shape != (layers,) or numbers.dtype.kind not in "iu":
-        raise values.wrong(name, show(numbers), f"and not a whole number for each of {layers:,} layers")
+        raise values.wrong(name, show(numbers), f"not a whole number for each of {layers:,} layers")
     if not np.isin(numbers, (0, max(0, int(numbers.max())))).all():
-        raise values.wrong(name, numbers, "and not one number in all layers that have one")
+        raise values.wrong(name, numbers, "not one number in all layers that have one")
     return [int(number) for number in numbers]
 
 

@@ -89,7 +89,7 @@ class DeltaNet(GgufArchitecture):
     def take_more(self, values: GgufValues, config: dict[str, Any], contents: Contents) -> None:
         inner, heads = values.count("ssm.inner_size"), config["linear_num_value_heads"]
         if inner % heads:
-            raise values.wrong("ssm.inner_size", inner, f"and not a multiple of the {heads:,} value heads")
+            raise values.wrong("ssm.inner_size", inner, f"not a multiple of the {heads:,} value heads")
         config["linear_value_head_dim"] = inner // heads
         every = values.count("full_attention_interval", 4)
         if sections := take_sections(values):
@@ -131,7 +131,7 @@ def _heads(config: GgufConfig) -> tuple[int, int]:
     """Heads of keys and of values. Raises FormatError if they are not shared evenly."""
     keys, values = config.count("linear_num_key_heads"), config.count("linear_num_value_heads")
     if values % keys:
-        raise config.wrong("linear_num_value_heads", values, f"and not a multiple of the {keys:,} key heads")
+        raise config.wrong("linear_num_value_heads", values, f"not a multiple of the {keys:,} key heads")
     return keys, values
 
 
@@ -202,7 +202,7 @@ def put_sections(config: GgufConfig, rope: dict[str, Any], turned: int, default:
     """How many pairs of a head RoPE turns by time, height and width. turned: numbers of a head that it turns."""
     sections = rope.get("mrope_section") or [*default]
     if not isinstance(sections, list) or len(sections) != 3 or not all(type(pairs) is int and pairs >= 0 for pairs in sections):
-        raise config.wrong("mrope_section", sections, "and not three whole numbers")
+        raise config.wrong("mrope_section", sections, "not three whole numbers")
     config.need("sum of mrope_section", sum(sections), turned // 2)
     keys.put(_SECTIONS, "i32", [*sections, 0])
 

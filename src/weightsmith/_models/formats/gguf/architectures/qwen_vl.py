@@ -25,7 +25,7 @@ _SECTIONS = "mrope_section"
 
 _DEEP, _DEEP_LAYERS, _DEEP_KEY = "num_deepstack_layers", "deepstack_visual_indexes", "n_deepstack_layers"
 _DEEP_DEFAULT = [8, 16, 24]
-_NO_LAYERS = "and not a list of layers"
+_NO_LAYERS = "not a list of layers"
 
 
 def _are_layers(value: object) -> TypeGuard[list[int]]:
@@ -241,7 +241,7 @@ class Qwen3VlVision(Qwen35Vision):
     def deep(self, images: Images) -> list[int]:
         layers, count = _layers(images, _DEEP_LAYERS), self.size(images, "block_count")
         if layers != sorted({*layers}) or layers[-1:] >= [count]:
-            raise images.vision.wrong(_DEEP_LAYERS, layers, f"and not a rising list of its {count:,} layers")
+            raise images.vision.wrong(_DEEP_LAYERS, layers, f"not a rising list of its {count:,} layers")
         return layers
 
     def names(self, name: str, images: Images) -> tuple[str, ...] | None:

@@ -165,6 +165,7 @@ class GgufArchitecture:
     multipliers   settings by which llama.cpp has weights multiplied: its name of a module → the Hub's, one after the other
     in_keys       tensors of a layer with one number: the whole name of the key with those of all layers → the Hub's tensor
     ends          modules outside of the layers: llama.cpp's name → the Hub's
+    prefixes      (the Hub's, that of the tables) of names that begin otherwise than the tables', the longest first
     shapes        of weights of a layer that llama.cpp loads, by its names
     setting_names  what config.json calls keys of sizes: those that are neither in `sizes` nor in `numbers`
     square        whether llama.cpp loads only models whose heads together are as wide as the model
@@ -205,6 +206,7 @@ class GgufArchitecture:
     multipliers: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     in_keys: ClassVar[Mapping[str, KeyTensor]] = {}
     ends: ClassVar[Mapping[str, str]] = ENDS
+    prefixes: ClassVar[tuple[tuple[str, str], ...]] = ()
     shapes: ClassVar[Mapping[str, TensorShape]] = LAYER_SHAPES
     setting_names: ClassVar[Mapping[str, str]] = {}
     square: ClassVar[bool] = False
@@ -432,7 +434,7 @@ class GgufArchitecture:
         if not isinstance(stated, list) or not all(
             layer_type in ("sliding_attention", "full_attention") for layer_type in stated
         ):
-            raise config.wrong("layer_types", stated, "and not a list of sliding_attention and full_attention")
+            raise config.wrong("layer_types", stated, "not a list of sliding_attention and full_attention")
         if not windows.stated or len(stated) != layers:
             config.need("layer_types", stated, types)
         if slides:
@@ -576,7 +578,7 @@ class GgufArchitecture:
         layers = config["num_hidden_layers"]
         pattern = values.get(WINDOWS) if self.windows.stated else None
         if pattern is not None and (not isinstance(pattern, np.ndarray) or pattern.shape != (layers,)):
-            raise values.wrong(WINDOWS, pattern, f"and not a truth value for each of {layers:,} layers")
+            raise values.wrong(WINDOWS, pattern, f"not a truth value for each of {layers:,} layers")
         stated = None if pattern is None else [_layer_type(bool(slides_there)) for slides_there in pattern]
         config["layer_types"] = stated or self.windows.layer_types(layers, slides=slides)
 
@@ -610,6 +612,7 @@ class GgufArchitecture:
         >>> Qwen35().with_predictors(24, 1).canonical("mtp.fc.weight")
         'model.layers.24.eh_proj.weight'
         """
+        name = _with_prefix(name, self.prefixes)
         stack = "" if self.predicting is None else self.predicting.stack
         if self.predicting is None or not self.predictors or not stack:
             return text_name(name)
@@ -647,7 +650,7 @@ class GgufArchitecture:
         """The Hub's name of a tensor: as the tables have it, but for layers that predict in a stack of their own."""
         match, predicting = _IN_LAYER.fullmatch(canonical), self.predicting
         if predicting is None or not predicting.stack or match is None or not self.predictors or int(match[1]) < self.trunk:
-            return canonical
+            return _with_prefix(canonical, [(here, there) for there, here in self.prefixes])
         module, _, kind = match[2].rpartition(".")
         if module in predicting.renamed:
             return f"{predicting.stack}{predicting.renamed[module]}.{kind}"
@@ -793,6 +796,11 @@ def head_dim(config: GgufConfig) -> int:
     """The width of a head."""
     default = max(1, config.count("hidden_size") // config.count("num_attention_heads"))
     return config.count("head_dim", default)
+
+
+def _with_prefix(name: str, prefixes: Iterable[tuple[str, str]]) -> str:
+    """The name with the second prefix of the first pair whose first one it has."""
+    return next((f"{new}{name.removeprefix(old)}" for old, new in prefixes if name.startswith(old)), name)
 
 
 def _key_of(names: Mapping[str, str], value: str) -> str | None:

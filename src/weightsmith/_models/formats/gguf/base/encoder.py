@@ -188,5 +188,5 @@ def _labels(config: GgufConfig) -> list[str]:
         return [f"LABEL_{number}" for number in range(labels)]
     numbers = list(map(str, range(len(named)))) if isinstance(named, dict) else []
     if not numbers or set(numbers) != set(named) or not all(isinstance(name, str) for name in named.values()):
-        raise config.wrong("id2label", named, "and not a name for each number from 0 on")
+        raise config.wrong("id2label", named, "not a name for each number from 0 on")
     return [named[number] for number in numbers]

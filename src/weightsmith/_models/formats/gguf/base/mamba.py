@@ -1,7 +1,8 @@
-"""Layers of Mamba 2 (Dao and Gu 2024) under llama.cpp's names: what hybrid models have beside layers of attention."""
+"""Layers of Mamba and Mamba 2 (Dao and Gu 2024) under llama.cpp's names: what hybrid models have beside attention."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -10,12 +11,13 @@ from weightsmith._base.errors import Unsupported
 from weightsmith._base.files import show
 from weightsmith._models.formats.gguf.base.tensors import WIDTH, Dimension, TensorShape, product_of
 from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufKeys, GgufValues
+from weightsmith._models.structure.configs import decoded_floats
 
 KV_HEADS = "attention.head_count_kv"
-INNER = "ssm.inner_size"
+INNER, RANK, STATE = "ssm.inner_size", "ssm.time_step_rank", "ssm.state_size"
 
 MAMBA_SHAPES: Mapping[str, TensorShape] = {
-    "ssm_in": (Dimension(((2, INNER), (2, "ssm.group_count", "ssm.state_size"), ("ssm.time_step_rank",))), WIDTH),
+    "ssm_in": (Dimension(((2, INNER), (2, "ssm.group_count", STATE), (RANK,))), WIDTH),
     "ssm_out": (WIDTH, product_of(INNER)),
 }
 
@@ -29,6 +31,31 @@ def mamba_layer(module: str) -> dict[str, str]:
 def mamba_bare(module: str) -> dict[str, str]:
     """Tensors of a layer whose names are not those of modules."""
     return {"ssm_a": f"{module}.A_log", "ssm_d": f"{module}.D", "ssm_dt.bias": f"{module}.dt_bias"}
+
+
+MAMBA_1_SHAPES: Mapping[str, TensorShape] = {
+    "ssm_in": (product_of(2, INNER), WIDTH),
+    "ssm_x": (Dimension(((RANK,), (2, STATE))), product_of(INNER)),
+    "ssm_dt": (product_of(INNER), product_of(RANK)),
+    "ssm_out": (WIDTH, product_of(INNER)),
+}
+"""Of the first Mamba."""
+
+
+def mamba_1_layer(module: str) -> dict[str, str]:
+    """`mamba_layer` of the first Mamba."""
+    return {"ssm_conv1d": f"{module}.conv1d", **{f"ssm_{part}": f"{module}.{part}_proj" for part in ("in", "x", "dt", "out")}}
+
+
+def put_rank(config: GgufConfig, setting: str, keys: GgufKeys) -> None:
+    """The rank of time steps of the first Mamba: by default, as in transformers, a sixteenth of the model's width."""
+    keys.u32(RANK, -(-config.count("hidden_size") // 16) if config.get(setting, "auto") == "auto" else config.count(setting))
+
+
+def need_no_limit(config: GgufConfig) -> None:
+    """Raise an error if time steps are limited, which llama.cpp does not do."""
+    limit = config.get("time_step_limit")
+    config.need("time_step_limit", None if decoded_floats(limit) in (None, [0, math.inf]) else limit, None)
 
 
 def mamba_flat(inner: Callable[[GgufConfig], int], groups: str) -> dict[str, Callable[[GgufConfig], int]]:
@@ -59,12 +86,12 @@ def take_kv_heads(values: GgufValues, layers: int) -> tuple[int, list[bool]]:
     """The heads of k and v, and which layers attend. Raises FormatError unless all that do have as many."""
     heads = values.get(KV_HEADS)
     if not isinstance(heads, np.ndarray) or heads.shape != (layers,) or heads.dtype.kind not in "iu":
-        raise values.wrong(KV_HEADS, show(heads), f"and not a whole number for each of {layers:,} layers")
+        raise values.wrong(KV_HEADS, show(heads), f"not a whole number for each of {layers:,} layers")
     if not heads.any():
         raise values.wrong(KV_HEADS, heads, "and no layer has attention")
     most = int(heads.max())
     if not np.isin(heads, (0, most)).all():
-        raise values.wrong(KV_HEADS, heads, "and not one number in all layers with attention")
+        raise values.wrong(KV_HEADS, heads, "not one number in all layers with attention")
     return most, [bool(count) for count in heads.tolist()]
 
 
@@ -72,7 +99,7 @@ def take_inner(values: GgufValues, width: int, heads: int) -> int:
     """The width of all heads together, as a multiple of the model's width. Raises FormatError."""
     inner = values.count(INNER)
     if inner % width or inner % heads:
-        raise values.wrong(INNER, inner, f"and not a multiple of {width:,}, the width of the model, and of {heads:,} heads")
+        raise values.wrong(INNER, inner, f"not a multiple of {width:,}, the width of the model, and of {heads:,} heads")
     return inner // width
 
 
@@ -87,5 +114,5 @@ def layer_kinds(config: GgufConfig, attends: tuple[str, ...], others: tuple[str,
         return [False] * layers
     if not isinstance(types, list) or len(types) != layers or not all(kind in (*attends, *others) for kind in types):
         known = " or ".join((*attends, *others))
-        raise config.wrong("layer_types", types, f"and not {known} for each of {layers:,} layers")
+        raise config.wrong("layer_types", types, f"not {known} for each of {layers:,} layers")
     return [kind in attends for kind in types]

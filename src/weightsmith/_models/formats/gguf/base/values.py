@@ -48,7 +48,7 @@ class GgufValues:
             value = value[0].item()  # one for each layer, and all are equal
         if type(value) is not int or not least <= value <= _MOST:
             raise self.wrong(
-                name, value, "not a positive whole number" if least == 1 else f"and not a whole number from {least:,} on"
+                name, value, "not a positive whole number" if least == 1 else f"not a whole number from {least:,} on"
             )
         return value
 
@@ -56,7 +56,7 @@ class GgufValues:
         """A number above 0 that float32 holds."""
         value = self.get(name, default, within)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 3e38:
-            raise self.wrong(name, value, "and not a positive number")
+            raise self.wrong(name, value, "not a positive number")
         return float(value)
 
     def float32(self, name: str, default: float | None = None) -> float:
@@ -69,7 +69,7 @@ class GgufValues:
         if not isinstance(value, np.ndarray):
             return [self.count(name)] * layers
         if value.shape != (layers,):
-            raise self.wrong(name, value, f"and not a whole number for each of {layers:,} layers")
+            raise self.wrong(name, value, f"not a whole number for each of {layers:,} layers")
         return [self.count(name, within={self._prefix + name: number}) for number in value.tolist()]
 
     def numbers_by_layer(self, name: str, layers: int) -> list[float]:
@@ -77,7 +77,7 @@ class GgufValues:
         value = self.get(name)
         numbers = np.full(layers, value) if isinstance(value, float) else value
         if not isinstance(numbers, np.ndarray) or numbers.shape != (layers,) or numbers.dtype.kind != "f":
-            raise self.wrong(name, value, f"and not a number for each of {layers:,} layers")
+            raise self.wrong(name, value, f"not a number for each of {layers:,} layers")
         if not np.isfinite(numbers).all():
             raise self.wrong(name, value, "and one of them is not finite")
         return [float(number) for number in numbers]
@@ -91,7 +91,7 @@ class GgufValues:
         """True or false."""
         value = self.get(name, None if default is None else bool(default))
         if type(value) is not bool:
-            raise self.wrong(name, value, "and not true or false")
+            raise self.wrong(name, value, "not true or false")
         return value
 
     def __contains__(self, name: str) -> bool:
@@ -106,7 +106,7 @@ class GgufConfig(GgufValues):
         """A list of positive numbers: float32."""
         values = within.get(name)
         if not isinstance(values, list) or not values:
-            raise self.wrong(name, values, "and not a list of numbers")
+            raise self.wrong(name, values, "not a list of numbers")
         return np.array([self.number(name, within={name: value}) for value in values], np.float32)
 
     def rope(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -116,7 +116,7 @@ class GgufConfig(GgufValues):
         slides = settings.get("sliding_attention", {})
         for kind, stated in (("full_attention", full), ("sliding_attention", slides)):
             if stated is not None and not isinstance(stated, dict):
-                raise self.wrong(kind, stated, "and not an object")
+                raise self.wrong(kind, stated, "not an object")
         full, slides = dict(full or {}), dict(slides or {})
         full.setdefault("rope_theta", self._values.get("rope_theta"))
         full["rope_type"] = full.get("rope_type") or full.get("type") or "default"

@@ -213,5 +213,5 @@ def _three(processor: GgufConfig, name: str) -> list[float]:
         what, fix = f"{name} of the images is missing", f"add the model's {PROCESSOR[0]} to its folder"
         raise Unsupported(what, where=PROCESSOR[0], fix=fix)
     if not isinstance(numbers, list) or len(numbers) != 3 or not all(map(_is_number, numbers)):
-        raise processor.wrong(name, numbers, "and not three numbers")
+        raise processor.wrong(name, numbers, "not three numbers")
     return [float(number) for number in numbers]

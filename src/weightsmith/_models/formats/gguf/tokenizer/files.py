@@ -108,14 +108,13 @@ _NAMES = {
     (KIMI_SPLIT,): ["kimi-k2"],
     (_GPT4O,): "gpt-4o llama4 kanana2 talkie minimax-m2".split(),
 }
-_TRIPLES = {"type": "Split", "pattern": {"Regex": "[0-9][0-9][0-9]"}, "behavior": "Isolated", "invert": False}
-_FALCON: tuple[tuple[str, str, object], ...] = (
-    ("Punctuation", "behavior", "Contiguous"),
-    ("ByteLevel", "use_regex", True),
-    ("Digits", "individual_digits", False),
-    ("Split", "pattern", _TRIPLES["pattern"]),
+_FALCON: tuple[Mapping[str, object], ...] = (
+    {"type": "Punctuation", "behavior": "Contiguous"},
+    {"type": "ByteLevel", "use_regex": True},
+    {"type": "Digits", "individual_digits": False},
+    {"type": "Split", "pattern": {"Regex": "[0-9][0-9][0-9]"}, "behavior": "Isolated"},
 )
-"""Falcon's way of splitting text: of each part its type, and a setting."""
+"""How Falcon's tokenizer splits text."""
 _MERGED = {"llama-bpe": "smaug-bpe"}
 """Names of tokenizers that look a whole word up first, and those of others that split text alike and do not."""
 _MERGED_GLM = {"llama-bpe": "glm4"}
@@ -239,8 +238,8 @@ def _byte_level(keys: Mapping[str, Any], tokens: Sequence[str], types: Sequence[
     elif pre in _DIGITS:
         splitter = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, level]}
     elif pre == "falcon":
-        parts = [{"type": "Punctuation", "behavior": "Contiguous"}, level, {"type": "Digits", "individual_digits": False}]
-        splitter = {"type": "Sequence", "pretokenizers": [*parts, _TRIPLES]}
+        punctuation, _, digits, triples = _FALCON
+        splitter = {"type": "Sequence", "pretokenizers": [punctuation, level, digits, {**triples, "invert": False}]}
     none = {"continuing_subword_prefix": "", "end_of_word_suffix": ""}
     return {
         "normalizer": None,
@@ -520,13 +519,10 @@ def _split_name(splitter: object) -> str:
 
 def _is_falcon(parts: Sequence[Mapping[str, Any]]) -> bool:
     """Whether a text is split as Falcon's tokenizer does."""
-    if [(part.get("type"), part.get(setting)) for part, (_, setting, _) in zip(parts, _FALCON, strict=False)] != [
-        (kind, value) for kind, _, value in _FALCON
-    ]:
+    alike = [falcon.items() <= part.items() for falcon, part in zip(_FALCON, parts, strict=False)]
+    if len(parts) != len(_FALCON) or not all(alike):
         return False
-    level, last = parts[1], parts[-1]
-    plain = not level.get("add_prefix_space") and (last.get("behavior"), last.get("invert", False)) == ("Isolated", False)
-    return plain and len(parts) == len(_FALCON)
+    return not parts[1].get("add_prefix_space") and parts[-1].get("invert", False) is False
 
 
 def _has_prefix(tokenizer: Mapping[str, Any]) -> bool:
