@@ -367,6 +367,12 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
             "use_mamba_kernels": False,
         },
     ),
+    "llama4": (
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        {**HEADS, "num_hidden_layers": 5, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size_mlp": 64}
+        | {"interleave_moe_layer_step": 2},
+    ),
     "granite-hybrid": ("GraniteMoeHybridForCausalLM", "GraniteMoeHybridConfig", GRANITE_4),
     "granite-hybrid-moe": (
         "GraniteMoeHybridForCausalLM",

@@ -62,6 +62,20 @@ def test_differences_are_an_error_with_the_first_three(monkeypatch: pytest.Monke
     )
 
 
+def test_what_the_models_of_a_stack_lack_is_named_beside_the_differences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = "model.embed_tokens.weight"
+    answers = {2: RIGHT, 4: {"differences": [["missing", missing, ""]]}}
+    monkeypatch.setattr(loading, "installed", lambda: True)
+    monkeypatch.setattr(loading, "_compare", lambda checkpoint, _: answers[checkpoint[0]["num_hidden_layers"]])
+    a, b = plan_help.model(tmp_path / "a", without=[missing]), plan_help.model(tmp_path / "b", seed=1)
+    slices = [{"sources": [{"model": model, "layer_range": [0, 2]}]} for model in (a, b)]
+    finding = only({"merge_method": "passthrough", "slices": slices}).finding
+    assert finding.details == (f"{missing}: not in the output", f"{a} has no embedding of its tokens")
+    assert finding.fix.endswith("Download or save a model again, if it should have what it lacks.")
+
+
 def test_what_the_donor_misses_too_is_not_the_outputs_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     donor = {"differences": [["unexpected", "mtp.3.w", ""]]}
     asked(monkeypatch, {"differences": [["unexpected", "mtp.5.w", ""]]}, donor)

@@ -240,6 +240,24 @@ def test_a_stack_that_the_config_cannot_express_is_refused_with_its_place(tmp_pa
     assert str(problem).startswith("<text>:2:1: first_k_dense_replace = 1 of config.json cannot express this stack")
 
 
+def test_a_refused_stack_names_what_its_models_lack(tmp_path: Path) -> None:
+    """A tensor is missing in one layer of a model, so that no config.json seems to describe its layers."""
+    hole = plan_help.model(tmp_path / "hole", 6, without=["model.layers.3.mlp.up_proj.weight", "model.norm.weight"])
+    whole = plan_help.model(tmp_path / "whole", 6, seed=1)
+    lacks = [
+        f"{hole} has no model.layers.3.mlp.up_proj.weight, which 5 other layers have",
+        f"{hole} has no norm behind its last layer",
+    ]
+    for recipe in (stack(cut(hole, 0, 4), cut(hole, 2, 6)), stack(cut(whole, 0, 4), cut(hole, 2, 6))):
+        finding = only(recipe).finding
+        assert list(finding.details[-2:]) == lacks
+        assert finding.fix.endswith(" Download or save a model again, if it should have what it lacks.")
+    short = plan_help.model(tmp_path / "short", 5, settings={"num_hidden_layers": 6})
+    assert only(stack(cut(short, 0, 6))).finding.details == (
+        f"{short} has no layer 5 under model.layers.: config.json counts 6 layers",
+    )
+
+
 def test_extra_layers_stand_after_the_new_last_layer(tmp_path: Path) -> None:
     """A multi-token-prediction layer has the number after the last: it must move with it."""
     mtp = {"model.layers.3.eh_proj.weight": (4, 8), "model.layers.3.self_attn.q_proj.weight": (4, 4)}

@@ -59,10 +59,11 @@ Checked = tuple[Mapping[str, Any] | None, tuple[TensorSpec, ...]]
 class Question:
     """What transformers is to say of an output.
 
-    donor  the model that gave config.json: what transformers already misses in it is no fault of the output
-    label  the donor's
-    where  of an error
-    extra  prefixes of the output's prediction layers, which transformers builds for no model
+    donor    the model that gave config.json: what transformers already misses in it is no fault of the output
+    label    the donor's
+    where    of an error
+    extra    prefixes of the output's prediction layers, which transformers builds for no model
+    lacking  what models seem to lack, a line each: it may be the reason of an error
     """
 
     output: Checked
@@ -70,6 +71,7 @@ class Question:
     label: str
     where: str
     extra: tuple[str, ...] = ()
+    lacking: tuple[str, ...] = ()
 
 
 def question_of(
@@ -173,7 +175,7 @@ def check_loading(question: Question | None, began: Began = lambda _process: Non
     """
     if question is None:
         return None
-    label, where = question.label, question.where
+    label = question.label
     answer = _compare(question.output, began)
     if "unknown" in answer:
         return _unchecked(f"transformers has no {answer['unknown']}")
@@ -185,7 +187,7 @@ def check_loading(question: Question | None, began: Began = lambda _process: Non
     if "failed" in answer:
         if "failed" in itself:
             return _unchecked(f"transformers cannot load {label} itself: {itself['failed']}")
-        return _refused([answer["failed"]], where)
+        return _refused([answer["failed"]], question)
     from weightsmith._planning.planner.transformers_script import pattern_of
 
     # What no layer of the donor's model loads is no loss of the output's. What some of them load may be whole layers.
@@ -199,7 +201,7 @@ def check_loading(question: Question | None, began: Began = lambda _process: Non
     differences = [(kind, name, text) for kind, name, text in answer["differences"] if not known(kind, name)]
     if not differences:
         return None
-    return _refused([f"{name}: {text or _KINDS[kind]}" for kind, name, text in differences], where)
+    return _refused([f"{name}: {text or _KINDS[kind]}" for kind, name, text in differences], question)
 
 
 def installed() -> bool:
@@ -207,10 +209,21 @@ def installed() -> bool:
     return all(find_spec(name) is not None for name in PACKAGES)
 
 
-def _refused(differences: list[str], where: str) -> LayerError:
+def with_lacking(error: LayerError, lacking: Sequence[str]) -> LayerError:
+    """The same error with what models seem to lack, a line each: it may be the reason."""
+    if not lacking:
+        return error
+    finding = error.finding
+    fix = f"{finding.fix} Download or save a model again, if it should have what it lacks."
+    details = (*finding.details, *some_lines(lacking, _SHOWN))
+    return LayerError(finding.what, where=finding.where, details=details, fix=fix)
+
+
+def _refused(differences: list[str], question: Question) -> LayerError:
     what = "transformers could not load the output: its config.json would build a model with other tensors"
     fix = "choose other layers; to write it all the same, use --no-check-loading (check_loading=False)"
-    return LayerError(what, where=where, details=some_lines(differences, _SHOWN), fix=fix)
+    error = LayerError(what, where=question.where, details=some_lines(differences, _SHOWN), fix=fix)
+    return with_lacking(error, question.lacking)
 
 
 def _unchecked(why: str) -> Finding:

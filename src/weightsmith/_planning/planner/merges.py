@@ -16,7 +16,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from weightsmith._base.errors import Finding, MethodError, PlanError, RecipeError, WeightsmithError
+from weightsmith._base.errors import Finding, LayerError, MethodError, PlanError, RecipeError, WeightsmithError
 from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._base.text import some_lines, status
 from weightsmith._files.containers import Naming
@@ -60,7 +60,7 @@ from weightsmith._planning.planner.inputs import (
     number_models,
     open_models,
 )
-from weightsmith._planning.planner.loading import Question, question_of
+from weightsmith._planning.planner.loading import Question, question_of, with_lacking
 from weightsmith._planning.planner.match import InputModels, ModelNames
 from weightsmith._planning.planner.outputs import StepMaker, takes_head
 from weightsmith._planning.planner.parameters import Audit, Resolver
@@ -386,14 +386,14 @@ class _Assembler:
         placements = placer.place(request.regions)
         self.problems += placer.problems
         if aligned is None or method is None or request.audit is None or not placements:
-            raise request.refusal(self.problems)
+            raise self._refusal()
         donor, label = self.inputs[opened.donor], self.labels[opened.donor]
         resolver = Resolver(method, self.labels, request.audit.wrong)
         outputs = self._outputs(method, resolver, placements)
         problems, idle = resolver.finish()
         self.problems += problems
         if outputs.problems or placer.problems or any(segment.broken for r in request.regions for segment in r.segments):
-            raise request.refusal(self.problems)
+            raise self._refusal()
         dropped, lost = outputs.account.settle(self.shape, opened.donor, placements)
         self.problems += lost
         copies = self._copies(outputs)
@@ -402,7 +402,7 @@ class _Assembler:
         try:
             ordered, tables, dropped = aligned.place(ordered, outputs.counterpart, dropped)
         except PlanError as error:
-            raise request.refusal([*self.problems, *error.problems]) from error
+            raise self._refusal(error.problems) from error
         steps, products = with_needs(ordered, resolver.settings, method)
         self.problems += factor_problems(steps, label, _ONE_MODEL)
         measured = self._measured(method, steps, resolver)
@@ -413,7 +413,7 @@ class _Assembler:
             config, lost_ids = aligned.move(config)
             self.warnings += lost_tokens(lost_ids, "config.json")
         if self.problems:
-            raise request.refusal(self.problems)
+            raise self._refusal()
         self.warnings += [*self._lacking(donor, label), *self.matched.differences(), *pipeline.findings()]
         self.warnings += [*self._untouched(placements, label), *outputs.warnings, *outputs.account.findings()]
         self.warnings += [*outputs.dtypes.findings(), *idle, *left_out_findings(donor.left_out, label)]
@@ -425,6 +425,20 @@ class _Assembler:
         named = [*code_files(draft), *aligned.named, *measured.files]
         loading = self._loading(draft, donor, outputs)
         return Prepared(draft, self.inputs, self.shape, outputs.origins, resolver, named, loading=loading)
+
+    def _refusal(self, further: Sequence[WeightsmithError] = ()) -> PlanError:
+        """The error with all problems. Those of layers name what models seem to lack, which may be their reason."""
+        problems = [*self.problems, *further]
+        lacking = self._incomplete() if any(isinstance(problem, LayerError) for problem in problems) else []
+        return self.request.refusal([with_lacking(p, lacking) if isinstance(p, LayerError) else p for p in problems])
+
+    def _incomplete(self) -> list[str]:
+        """What each input seems to lack, a line each."""
+        lines = []
+        for label, checkpoint, structure in zip(self.labels, self.opened.checkpoints, self.opened.structures, strict=True):
+            if checkpoint is not None and structure is not None and checkpoint.plan is None:
+                lines += [f"{label} has no {one}" for one in seems_to_lack(structure, checkpoint.specs, checkpoint.config)]
+        return lines
 
     def _named(self, naming: Naming, steps: Sequence[Step], products: Sequence[Product]) -> Naming:
         """With the names of the models that are read in the metadata of image models, in place of the donor's list."""
@@ -541,7 +555,8 @@ class _Assembler:
         if not outputs.layers or not self.request.options.check_loading:
             return None
         where, specs = self.recipe.at(self.request.layers_key), donor.specs.values()
-        return question_of(draft, donor.config, specs, self.shape, donor.ref, where=where, layers=outputs.layers)
+        question = question_of(draft, donor.config, specs, self.shape, donor.ref, where=where, layers=outputs.layers)
+        return None if question is None else replace(question, lacking=tuple(self._incomplete()))
 
     def _config(self, donor: Checkpoint, outputs: StepMaker, steps: Sequence[Step]) -> dict[str, Any] | None:
         """config.json of the output; None when the donor has none."""

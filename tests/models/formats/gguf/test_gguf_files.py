@@ -257,6 +257,7 @@ FAMILIES = {
     "mimo2": "MIMO2",
     "phimoe": "PHIMOE",
     "dbrx": "DBRX",
+    "llama4": "LLAMA4",
 }
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
 GRANITE = {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
@@ -1077,8 +1078,8 @@ def refused(name: str = "q8_0", **options: Any) -> str:
         ),
         ({"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 1, "factor": 8}}, "high_freq_factor is missing"),
         (
-            {"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 1, "high_freq_factor": 1, "factor": 8}},
-            "low_freq_factor 1 is not below high_freq_factor 1",
+            {"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 2, "high_freq_factor": 1, "factor": 8}},
+            "low_freq_factor 2 is above high_freq_factor 1",
         ),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": "x"}},
@@ -1355,6 +1356,7 @@ EXPERTS = (
     *("dots1", "glm4-moe", "deepseek-v2", "deepseek-v3", "granite-moe-shared", "ernie4-5-moe", "lfm2-moe"),
     *("qwen3-next", "qwen3.5-moe", "gpt-oss", "gemma4", "gemma4-moe", "granite-hybrid", "granite-hybrid-moe"),
     *("nemotron-h", "nemotron-h-moe", "falcon-h1", "jamba", "kimi-linear", "mamba", "mamba2"),
+    "llama4",
 )
 MIXERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 GRANITE_9 = {"layer_types": ["attention" if i in (2, 5, 6) else "mamba" for i in range(9)], "mamba_d_head": 128}
