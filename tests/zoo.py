@@ -253,6 +253,12 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "glm4-moe": ("Glm4MoeForCausalLM", "Glm4MoeConfig", {**GLM_MOE, "routed_scaling_factor": 1.5, "use_qk_norm": True}),
     "glm4-moe-bias": ("Glm4MoeForCausalLM", "Glm4MoeConfig", {**GLM_MOE, "attention_bias": True, "norm_topk_prob": False}),
+    "solar-open": (
+        "SolarOpenForCausalLM",
+        "SolarOpenConfig",
+        {**{name: value for name, value in GROUPED.items() if name not in ("intermediate_size", "first_k_dense_replace")}}
+        | {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5},
+    ),
     "minimax-m2": (
         "MiniMaxM2ForCausalLM",
         "MiniMaxM2Config",

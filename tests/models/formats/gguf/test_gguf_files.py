@@ -248,6 +248,7 @@ FAMILIES = {
     "deepseek-v3": "DEEPSEEK2",
     "glm4-moe": "GLM4_MOE",
     "glm4-moe-bias": "GLM4_MOE",
+    "solar-open": "GLM4_MOE",
     "minimax-m2": "MINIMAXM2",
     "afmoe": "AFMOE",
     "exaone-moe": "EXAONE_MOE",

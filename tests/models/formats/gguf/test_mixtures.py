@@ -102,6 +102,9 @@ def written(name: str, folder: Path, **changes: Any) -> Path:
             {"rope_parameters": {**LONG, "short_mscale": 1.1}},
             "short_mscale is 1.1, and llama.cpp takes 1.2 for granted",
         ),
+        ("solar-open", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, and llama.cpp takes 1 for granted"),
+        ("solar-open", {"use_qk_norm": True}, "use_qk_norm is True, and llama.cpp takes False for granted"),
+        ("solar-open", {"first_k_dense_replace": 1}, "first_k_dense_replace is 1, and layer 0 has experts"),
         ("dbrx", {"ffn_config": {**FFN, "moe_normalize_expert_weights": None}}, "moe_normalize_expert_weights is 'none', and"),
         ("dbrx", {"ffn_config": {**FFN, "ffn_act_fn": {"name": "gelu"}}}, "hidden_act is 'gelu', and llama.cpp takes 'silu'"),
     ],
@@ -270,6 +273,7 @@ def test_keys_of_mimo_for_layers_that_predict(tmp_path: Path) -> None:
 
 STEEP = ("q_norm.weight", "k_norm.weight", "query_layernorm.weight", "key_layernorm.weight", "q_b_proj.weight", "wq_b.weight")
 STEEP += ("mlp.gate.weight", "mlp.router.gate.weight", "mlp.gate.wg.weight", "v_proj.weight", "down_proj.weight")
+STEEP += ("q_proj.weight", "k_proj.weight")
 MIXED = ["full_attention", "sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
 
 
@@ -281,6 +285,7 @@ MIXED = ["full_attention", "sliding_attention", "sliding_attention", "full_atten
         ("afmoe", {"rope_parameters": YARN}),
         ("exaone-moe", {"layer_types": MIXED, "rope_parameters": YARN}),
         ("glm-dsa", {"indexer_types": ["full", "full", "shared"], "n_routed_experts": 8, "n_group": 2}),
+        ("solar-open", {"attention_bias": True, "rope_parameters": YARN}),
         ("mimo2", {"layer_types": MIXED[::-1] + MIXED[:2], "mlp_layer_types": ["sparse", "dense"] * 3 + ["sparse"]}),
     ],
 )
