@@ -259,6 +259,7 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**{name: value for name, value in GROUPED.items() if name not in ("intermediate_size", "first_k_dense_replace")}}
         | {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5},
     ),
+    "hy-v3": ("HYV3ForCausalLM", "HYV3Config", {**MOE, "num_hidden_layers": 3, "num_experts": 8, "num_shared_experts": 2}),
     "minimax-m2": (
         "MiniMaxM2ForCausalLM",
         "MiniMaxM2Config",
