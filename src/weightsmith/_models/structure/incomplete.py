@@ -39,7 +39,7 @@ def seems_to_lack(structure: Structure, names: Iterable[str], config: Mapping[st
 
     A layer is compared with a kind that more layers share. Differences by design are ignored:
 
-    * in the first layer (ModernBERT has no first norm), and in the last one, unless a language model lacks a single module there
+    * in the first layer (ModernBERT has no first norm), and in the last one, unless it lacks one module of a language model
     * of layers that are alike, unless these are few and neither config.json nor their positions tell them apart
     * in models that describe each layer (`block_configs`), and in the number of experts
 
