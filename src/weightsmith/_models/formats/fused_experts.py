@@ -107,7 +107,7 @@ FAMILIES: Mapping[str, _Family] = {
     ),
 }
 """Values of `model_type` whose files have a matrix per expert, from `conversion_mapping` of transformers 5.24. It joins the
-experts of other types too, but renames more of their tensors. Those of LongCat Flash have room for experts that compute nothing."""
+experts of other types too, but renames more of their tensors, or has room for experts without any (LongCat Flash)."""
 
 
 def with_single_experts(source: Tensors, config: Mapping[str, Any], where: str) -> Tensors:
