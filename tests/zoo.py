@@ -97,7 +97,7 @@ GRANITE_4 = {
     "mamba_d_state": 4,
     "mamba_n_groups": 1,
 }
-MAMBA, FULL = "linear_attention", "full_attention"
+MAMBA, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
 NEMOTRON_H = {name: value for name, value in HEADS.items() if name != "num_hidden_layers"} | {
     "mamba_num_heads": 4,
     "mamba_head_dim": 16,
@@ -259,6 +259,19 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "glm4-moe": ("Glm4MoeForCausalLM", "Glm4MoeConfig", {**GLM_MOE, "routed_scaling_factor": 1.5, "use_qk_norm": True}),
     "glm4-moe-bias": ("Glm4MoeForCausalLM", "Glm4MoeConfig", {**GLM_MOE, "attention_bias": True, "norm_topk_prob": False}),
+    "solar-open": (
+        "SolarOpenForCausalLM",
+        "SolarOpenConfig",
+        {**{name: value for name, value in GROUPED.items() if name not in ("intermediate_size", "first_k_dense_replace")}}
+        | {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5},
+    ),
+    "hy-v3": ("HYV3ForCausalLM", "HYV3Config", {**MOE, "num_hidden_layers": 3, "num_experts": 8, "num_shared_experts": 2}),
+    "mellum": (
+        "MellumForCausalLM",
+        "MellumConfig",
+        {**MOE, "num_hidden_layers": 5, "sliding_window": 8, "layer_types": [FULL, SLIDING, SLIDING, FULL, SLIDING]}
+        | {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in (FULL, SLIDING)}},
+    ),
     "minimax-m2": (
         "MiniMaxM2ForCausalLM",
         "MiniMaxM2Config",

@@ -248,7 +248,10 @@ FAMILIES = {
     "deepseek-v3": "DEEPSEEK2",
     "glm4-moe": "GLM4_MOE",
     "glm4-moe-bias": "GLM4_MOE",
+    "solar-open": "GLM4_MOE",
     "minimax-m2": "MINIMAXM2",
+    "hy-v3": "",
+    "mellum": "",
     "afmoe": "AFMOE",
     "exaone-moe": "EXAONE_MOE",
     "hunyuan-moe": "HUNYUAN_MOE",
@@ -259,6 +262,7 @@ FAMILIES = {
     "llama4": "LLAMA4",
     "gemma3n": "GEMMA3N",
 }
+"""Their names in gguf-py; "": it does not know them yet."""
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
 GEMMA3N_ROPE = {
     "full_attention": {"rope_type": "default", "rope_theta": 500.0},
@@ -317,7 +321,8 @@ def test_every_family_comes_back_as_it_was(name: str, tmp_path: Path, tokenizers
     source = zoo.save(name, tmp_path / "m", 1, **OWN.get(name, {}))
     (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
     path = quantize(source, tmp_path / "q", "f32")
-    known, written = gguf.get_tensor_name_map(gguf.MODEL_ARCH[FAMILIES[name]], 64), stored(path)
+    known = gguf.get_tensor_name_map(gguf.MODEL_ARCH[FAMILIES[name]], 64) if FAMILIES[name] else None
+    written = stored(path)
     with weightsmith.open_checkpoint(source) as here, weightsmith.open_checkpoint(tmp_path / "q") as back:
         assert list(back.specs) == [
             spec for spec in here.specs if spec != "lm_head.weight" or not here.config["tie_word_embeddings"]
@@ -336,7 +341,8 @@ def test_every_family_comes_back_as_it_was(name: str, tmp_path: Path, tokenizers
             )
             special |= any(architecture.key_of(tensor) is not None for architecture in architectures())
             special |= name == "granite-hybrid" and "shared_mlp" in tensor  # there the table has names of an expert's tensors
-            assert ".experts." in tensor or special or f"{known.get_name(module.rstrip('.0123'))}.{kind}" in written
+            table_module = module.rstrip(".0123")  # without the number of one of a stack
+            assert known is None or ".experts." in tensor or special or f"{known.get_name(table_module)}.{kind}" in written
         import transformers
 
         configs = [transformers.AutoConfig.from_pretrained(folder.folder).to_dict() for folder in (here, back)]
