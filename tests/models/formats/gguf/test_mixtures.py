@@ -83,6 +83,9 @@ def written(name: str, folder: Path, **changes: Any) -> Path:
         ("glm-dsa", {"rope_parameters": YARN}, "rope_type is 'yarn', and llama.cpp takes 'default' for granted"),
         ("glm-dsa", {"q_lora_rank": None}, "q_lora_rank is 'none', and llama.cpp takes 'a number' for granted"),
         ("glm-dsa", {"index_n_heads": 16}, "index_n_heads .*is 512 in config.json|index_n_heads is 16 in config.json"),
+        ("deepseek-v32", {"index_head_dim": 32}, "index_head_dim is 32, which is not a multiple of 64"),
+        ("deepseek-v32", {"scoring_func": "softmax"}, "scoring_func is 'softmax', and llama.cpp takes 'sigmoid'"),
+        ("deepseek-v32", {"q_lora_rank": None}, "q_lora_rank is 'none', and llama.cpp takes 'a number' for granted"),
         ("mimo2", {"swa_head_dim": 8}, "swa_head_dim is 8, and llama.cpp takes 16 for granted"),
         ("mimo2", {"swa_num_key_value_heads": 2}, "swa_num_key_value_heads is 2, and llama.cpp takes 4 for granted"),
         ("mimo2", {"routed_scaling_factor": 2.0}, "routed_scaling_factor is 2.0, and llama.cpp takes 1.0 for granted"),
@@ -309,6 +312,7 @@ MIXED = ["full_attention", "sliding_attention", "sliding_attention", "full_atten
         ("solar-open", {"attention_bias": True, "rope_parameters": YARN}),
         ("hy-v3", {"mlp_layer_types": ["sparse", "dense", "sparse"], "rope_parameters": YARN}),
         ("mellum", {"rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN}}),
+        ("deepseek-v32", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
         ("mimo2", {"layer_types": MIXED[::-1] + MIXED[:2], "mlp_layer_types": ["sparse", "dense"] * 3 + ["sparse"]}),
     ],
 )

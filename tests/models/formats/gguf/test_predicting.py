@@ -22,11 +22,14 @@ BF16 = DTYPES["BF16"].numpy
 Tensors = dict[str, npt.NDArray[Any]]
 
 FAMILIES = {
-    **dict.fromkeys(("glm4-moe", "glm4-moe-lite", "exaone-moe", "glm-dsa", "qwen3-next", "hy-v3"), "num_nextn_predict_layers"),
+    **dict.fromkeys(
+        ("glm4-moe", "glm4-moe-lite", "exaone-moe", "glm-dsa", "deepseek-v32", "qwen3-next", "hy-v3"),
+        "num_nextn_predict_layers",
+    ),
     **dict.fromkeys(("qwen3.5", "qwen3.5-moe"), "mtp_num_hidden_layers"),
 }
 """config.json's number of layers that predict."""
-NUMBERED = ("glm4-moe", "glm4-moe-lite", "glm-dsa", "hy-v3")
+NUMBERED = ("glm4-moe", "glm4-moe-lite", "glm-dsa", "deepseek-v32", "hy-v3")
 """Those whose layers that predict are numbered on; the others have a stack of them."""
 LIKE = {"exaone-moe": 0}
 """Of those whose layers that predict have no experts: a layer without."""
