@@ -260,6 +260,13 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         | {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5},
     ),
     "hy-v3": ("HYV3ForCausalLM", "HYV3Config", {**MOE, "num_hidden_layers": 3, "num_experts": 8, "num_shared_experts": 2}),
+    "cohere2-moe": (
+        "Cohere2MoeForCausalLM",
+        "Cohere2MoeConfig",
+        {**HEADS, "num_hidden_layers": 5, "sliding_window": 8, "layer_types": [FULL, SLIDING, SLIDING, FULL, SLIDING]}
+        | {"intermediate_size": 16, "prefix_dense_intermediate_size": 48, "mlp_layer_types": ["dense", *["sparse"] * 4]}
+        | {"num_experts": 4, "num_shared_experts": 2},
+    ),
     "mellum": (
         "MellumForCausalLM",
         "MellumConfig",
