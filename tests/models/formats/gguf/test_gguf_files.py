@@ -251,6 +251,9 @@ FAMILIES = {
     "solar-open": "GLM4_MOE",
     "minimax-m2": "MINIMAXM2",
     "hy-v3": "",
+    "granite-swa": "",
+    "granite-moe-swa": "",
+    "cohere2-moe": "",
     "mellum": "",
     "afmoe": "AFMOE",
     "exaone-moe": "EXAONE_MOE",
@@ -293,7 +296,10 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma4-moe": {"sliding_window": 8, "final_logit_softcapping": 2.0},
     "deepseek-v3": {"num_mtp_layers": 0, "n_group": 2, "topk_group": 1, "num_hidden_layers": 3, "routed_scaling_factor": 2.5}
     | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
-    **dict.fromkeys(("granite", "granite-moe", "granite-moe-shared", "granite-4", "granite-hybrid-moe"), GRANITE),
+    **dict.fromkeys(
+        ("granite", "granite-swa", "granite-moe-swa", "granite-moe", "granite-moe-shared", "granite-4", "granite-hybrid-moe"),
+        GRANITE,
+    ),
     "nemotron-h-moe": {"intermediate_size": 21504},
     "glm-dsa": {"index_topk": 40},
     "deepseek-v32": {"index_topk": 40, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},

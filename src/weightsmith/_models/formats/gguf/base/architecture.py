@@ -126,15 +126,17 @@ class Windows:
 
     stated   unless the file says which
     default  the window that llama.cpp takes where a file has none; None: no layer has one then
+    first    all but the first of every so many
     """
 
     every: int
     stated: bool = False
     default: int | None = None
+    first: bool = False
 
     def layer_types(self, layers: int, *, slides: bool) -> list[str]:
         """What each layer attends to. slides: whether the model has a window at all."""
-        return [_layer_type(slides and (i + 1) % self.every != 0) for i in range(layers)]
+        return [_layer_type(slides and (i + (not self.first)) % self.every != 0) for i in range(layers)]
 
 
 def _layer_type(slides: bool) -> str:
