@@ -17,7 +17,9 @@ from tests.gguf_help import BYTE_LEVEL, stored, tokenizer_files, write_gguf
 from tests.llama_cpp import needs_llama_cpp
 from tests.mini import write_checkpoint
 from weightsmith._base.errors import FormatError, PlanError, Unsupported
+from weightsmith._models.formats.gguf.architectures.cohere import Cohere2Moe
 from weightsmith._models.formats.gguf.architectures.glm import GlmDsa
+from weightsmith._models.formats.gguf.architectures.granite import GraniteSwa
 from weightsmith._models.formats.gguf.architectures.mimo import MimoV2
 from weightsmith._models.formats.gguf.base.architecture import Contents
 from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufKeys
@@ -83,6 +85,9 @@ def written(name: str, folder: Path, **changes: Any) -> Path:
         ("glm-dsa", {"rope_parameters": YARN}, "rope_type is 'yarn', and llama.cpp takes 'default' for granted"),
         ("glm-dsa", {"q_lora_rank": None}, "q_lora_rank is 'none', and llama.cpp takes 'a number' for granted"),
         ("glm-dsa", {"index_n_heads": 16}, "index_n_heads .*is 512 in config.json|index_n_heads is 16 in config.json"),
+        ("deepseek-v32", {"index_head_dim": 32}, "index_head_dim is 32, which is not a multiple of 64"),
+        ("deepseek-v32", {"scoring_func": "softmax"}, "scoring_func is 'softmax', and llama.cpp takes 'sigmoid'"),
+        ("deepseek-v32", {"q_lora_rank": None}, "q_lora_rank is 'none', and llama.cpp takes 'a number' for granted"),
         ("mimo2", {"swa_head_dim": 8}, "swa_head_dim is 8, and llama.cpp takes 16 for granted"),
         ("mimo2", {"swa_num_key_value_heads": 2}, "swa_num_key_value_heads is 2, and llama.cpp takes 4 for granted"),
         ("mimo2", {"routed_scaling_factor": 2.0}, "routed_scaling_factor is 2.0, and llama.cpp takes 1.0 for granted"),
@@ -125,6 +130,26 @@ def written(name: str, folder: Path, **changes: Any) -> Path:
             {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), YARN)},
             "rope_type of sliding_attention is 'yarn', and llama.cpp takes 'default' for granted",
         ),
+        (
+            "cohere2-moe",
+            {"shared_expert_combination_strategy": "sum"},
+            "shared_expert_combination_strategy is 'sum', and llama.cpp takes 'average' for granted",
+        ),
+        (
+            "cohere2-moe",
+            {"prefix_dense_sliding_window_pattern": 2},
+            "prefix_dense_sliding_window_pattern is 2, and llama.cpp takes 1 for granted",
+        ),
+        ("cohere2-moe", {"expert_selection_fn": "relu"}, "expert_selection_fn is 'relu', not softmax or sigmoid"),
+        ("cohere2-moe", {"rope_scaling": YARN}, "rope_scaling is .*, and llama.cpp takes None for granted"),
+        ("cohere2-moe", {"sliding_window": None}, "sliding_window is missing"),
+        ("cohere2-moe", {"mlp_layer_types": ["sparse"] * 5}, "first_k_dense_replace is 0, and layer 0 has no experts"),
+        ("granite-swa", {"sliding_window": None}, "sliding_window is missing"),
+        ("granite-swa", {"layer_rope_theta": [1e4] * 4}, "layer_rope_theta is .*, not a number for each of 5 layers"),
+        ("granite-swa", {"layer_rope_theta": [1e4, 0, 1e4, 5e3, 0]}, r"layer_rope_theta is \[10000.0, 0.0, 10000.0, 5000.0"),
+        ("granite-swa", {"layer_rope_theta": [1e4, -1, 1e4, 1e4, 0]}, "layer_rope_theta is -1, not a positive number"),
+        ("granite-swa", {"no_rope_layers": [1, 1, 1, 1, 0]}, r"no_rope_layers is \[1, 1, 1, 1, 0\], and llama.cpp takes"),
+        ("granite-moe-swa", {"shared_intermediate_size": 41}, r"input_linear.weight: 2 \* shared_intermediate_size is 82"),
         ("dbrx", {"ffn_config": {**FFN, "moe_normalize_expert_weights": None}}, "moe_normalize_expert_weights is 'none', and"),
         ("dbrx", {"ffn_config": {**FFN, "ffn_act_fn": {"name": "gelu"}}}, "hidden_act is 'gelu', and llama.cpp takes 'silu'"),
     ],
@@ -132,6 +157,59 @@ def written(name: str, folder: Path, **changes: Any) -> Path:
 def test_settings_that_llama_cpp_does_not_have(name: str, changes: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=words):
         written(name, tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"norm_topk_prob": True, "rope_parameters": YARN},
+        {"expert_selection_fn": "sigmoid", "norm_topk_prob": True, "tie_word_embeddings": False},
+        {"expert_selection_fn": "sigmoid", "norm_topk_prob": False, "rms_norm_eps": 1e-4},
+    ],
+)
+def test_settings_of_coheres_mixtures_come_back(stated: dict[str, Any], tmp_path: Path) -> None:
+    import transformers
+
+    source = zoo.save("cohere2-moe", tmp_path / "m", 1, vocab_size=262, **stated)
+    (source / "tokenizer.json").write_bytes(tokenizer_files(BYTE_LEVEL)["tokenizer.json"])
+    weightsmith.quantize(source, tmp_path / "q", "gguf-f32", progress=False)
+    with weightsmith.open_checkpoint(tmp_path / "q") as back:
+        here, there = (transformers.AutoConfig.from_pretrained(folder).to_dict() for folder in (source, back.folder))
+    assert {name: there.get(name) for name in stated} == {name: here[name] for name in stated}
+
+
+def test_layers_of_coheres_mixtures_that_do_not_state_their_kinds(tmp_path: Path) -> None:
+    import transformers
+
+    for stated in ({"first_k_dense_replace": 2}, {"first_k_dense_replace": 3, "prefix_dense_sliding_window_pattern": 2}, {}):
+        theirs = transformers.Cohere2MoeConfig(num_hidden_layers=9, **stated)
+        ours = Cohere2Moe().complete({"num_hidden_layers": 9, **stated})
+        assert ours["layer_types"] == theirs.layer_types
+        assert ours.get("first_k_dense_replace", 0) == theirs.mlp_layer_types.count("dense")
+
+
+def test_weights_of_experts_that_coheres_config_cannot_state(tmp_path: Path) -> None:
+    """A softmax of all scores; and llama.cpp has sigmoids where a file does not say it, transformers a softmax."""
+    keys = dict(read_gguf_header(written("cohere2-moe", tmp_path)).keys)
+    contents = Contents({"token_embd.weight": (262, 32)})
+    assert Cohere2Moe().config(keys, contents, "float32", "here")["expert_selection_fn"] == "softmax"
+    without = {name: value for name, value in keys.items() if name != "cohere2moe.expert_gating_func"}
+    assert Cohere2Moe().config(without, contents, "float32", "here")["expert_selection_fn"] == "sigmoid"
+    with pytest.raises(Unsupported, match=r"expert_gating_func is 1 and expert_weights_norm is False, which config\.json"):
+        Cohere2Moe().config({**keys, "cohere2moe.expert_weights_norm": False}, contents, "float32", "here")
+
+
+def test_bases_of_granite_by_layer_come_back(tmp_path: Path) -> None:
+    """llama.cpp has RoPE in all layers where a file does not say which."""
+    bases = [1e4, 0, 0, 1e4, 1e4]
+    keys = dict(read_gguf_header(written("granite-swa", tmp_path, layer_rope_theta=bases, no_rope_layers=[1, 0, 0, 1, 1])).keys)
+    contents = Contents({"token_embd.weight": (262, 32)})
+    assert GraniteSwa().config(keys, contents, "float32", "here")["layer_rope_theta"] == bases
+    pattern = "granite_swa.attention.rope_pattern"
+    without = {name: value for name, value in keys.items() if name != pattern}
+    assert GraniteSwa().config(without, contents, "float32", "here")["layer_rope_theta"] == [1e4] * 5
+    with pytest.raises(FormatError, match="not a truth value for each of 5 layers"):
+        GraniteSwa().config(keys | {pattern: np.ones(4, bool)}, contents, "float32", "here")
 
 
 @pytest.mark.parametrize(("name", "stem"), [("afmoe", "afmoe"), ("hy-v3", "hy_v3")])
@@ -309,6 +387,12 @@ MIXED = ["full_attention", "sliding_attention", "sliding_attention", "full_atten
         ("solar-open", {"attention_bias": True, "rope_parameters": YARN}),
         ("hy-v3", {"mlp_layer_types": ["sparse", "dense", "sparse"], "rope_parameters": YARN}),
         ("mellum", {"rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN}}),
+        ("deepseek-v32", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
+        ("cohere2-moe", {"norm_topk_prob": False, "num_shared_experts": 0, "rope_parameters": YARN}),
+        ("cohere2-moe", {"expert_selection_fn": "sigmoid"}),
+        ("cohere2-moe", {"expert_selection_fn": "sigmoid", "norm_topk_prob": False, "rms_norm_eps": 1e-4}),
+        ("granite-swa", {"layer_rope_theta": [0, *[7e3] * 4], "attention_bias": True, "mlp_bias": True}),
+        ("granite-moe-swa", {"layer_rope_theta": None, "rope_parameters": YARN, "shared_intermediate_size": 0}),
         ("mimo2", {"layer_types": MIXED[::-1] + MIXED[:2], "mlp_layer_types": ["sparse", "dense"] * 3 + ["sparse"]}),
     ],
 )

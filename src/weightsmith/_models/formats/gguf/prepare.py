@@ -36,7 +36,7 @@ from weightsmith._models.formats.gguf.mmproj import TOKENIZER, UNUSED, ImageFile
 from weightsmith._models.formats.gguf.pooling import MODULES, Pooling, pooling_of, score_head, unstated, with_template
 from weightsmith._models.formats.gguf.tokenizer.chat import NAMED_TEMPLATE
 from weightsmith._models.formats.gguf.tokenizer.files import READ
-from weightsmith._models.formats.gguf.types import MIXTURES, Chosen, Mixture, Shape, fitting, read_types, type_of
+from weightsmith._models.formats.gguf.types import MIXTURES, TABLES, Chosen, Mixture, Shape, fitting, read_types, type_of
 from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PLAIN, PREFIX, TYPES, GgufEncoding, find, libgguf
 from weightsmith._models.structure.projections import joined_sets
 from weightsmith._plans import (
@@ -231,7 +231,7 @@ def _prepare(
     pooling = pooling_of(companions.read((MODULES, *READ)), model.architecture.name, companions.donor)
     behind = [_Stored(step, [replace(step.out, name=pooling.dense[step.out.name])]) for step in _taken(draft, pooling.dense)]
     parts = _parts(model, draft)
-    text, products, heads = _with_scores(parts.text, pooling, draft)
+    text, products, heads = _with_scores(_with_zeros(parts.text, model, draft), pooling, draft)
     stored = [*_stored_as(text, model), *behind]
     shapes = {spec.name: spec.shape for tensor in stored for spec in tensor.specs}
     model.architecture.check_tensors(model.config, shapes)
@@ -301,6 +301,33 @@ def _with_scores(
     return [step for step in steps if step not in heads], products, [step]
 
 
+def _with_zeros(steps: Sequence[Step], model: _Model, draft: PlanDraft) -> list[Step]:
+    """The steps, with rows and tensors of zeros that llama.cpp needs and the model does not have."""
+    zeros = -1
+
+    def filled(name: str, like: TensorSpec, shape: tuple[int, ...]) -> Step:
+        nonlocal zeros
+        zeros = zeros if zeros >= 0 else draft.add_settings(Settings({"value": 0.0}, ()))
+        return Step(TensorSpec(name, like.dtype, shape), FILL, (), settings=zeros)
+
+    architecture, complete, placed = model.architecture, list[Step](), dict[str, Step]()
+    for step in steps:
+        if (place := architecture.place(step.out.name)) is not None:
+            placed[place.name] = step
+        rows, out = architecture.rows_of("" if place is None else place.name, model.config), step.out
+        if rows > (out.shape or (rows,))[0]:
+            missing = filled(f"{out.name}[{out.shape[0]}]", out, (rows - out.shape[0], *out.shape[1:]))
+            whole = replace(out, shape=(rows, *out.shape[1:]))
+            complete.append(Step(whole, JOIN, (), pieces=(*step.leaves, missing), role=step.role, layer=step.layer))
+        else:
+            complete.append(step)
+    for name, like in architecture.unread(model.config).items():
+        if name not in placed and like in placed:
+            out = placed[like].out
+            complete.append(filled(str(architecture.hub_name(name)), out, out.shape))
+    return complete
+
+
 def _shape(model: _Model, stored: Sequence[_Stored], keys: Mapping[str, Value], *, weighted: bool) -> Shape:
     """What the rules of types look at."""
     names = _names(stored)
@@ -352,9 +379,10 @@ def _types(model: _Model, stored: Sequence[_Stored], shape: Shape) -> list[list[
 
 
 def _type(model: _Model, spec: TensorSpec, shape: Shape) -> str:
-    """The type of a tensor. Layers that predict have no importances, for no forward pass runs them."""
+    """The type of a tensor. Layers that predict, and what llama.cpp never reads, have no importances: they never run."""
     kind = type_of(model.mixture, spec, shape, model.chosen)
-    weighted = model.architecture.predicts(spec.name) and _must_be_weighted(kind, model.mixture)
+    unmeasured = model.architecture.predicts(spec.name) or spec.name in model.architecture.unread(model.config)
+    weighted = unmeasured and _must_be_weighted(kind, model.mixture)
     return fitting("Q4_K", spec.shape[-1]) if weighted else kind
 
 
@@ -567,7 +595,7 @@ def _joined(name: str, experts: Mapping[int, Step]) -> _Stored:
     if sorted(experts) != list(range(len(experts))) or len({(out.shape, out.dtype) for out in outs}) > 1:
         what = f"its experts are numbered {show(sorted(experts))}, or have unequal shapes"
         raise Unsupported(what, where=outs[0].name, fix="choose another format")
-    whole = re.sub(r"\.experts\.\d+\.", ".experts.", outs[0].name)
+    whole = re.sub(r"(?<=\.experts)\.\d+(?=\.)|\.\d+(?=\.(?:weight|bias)$)", "", outs[0].name)
     spec = TensorSpec(whole, outs[0].dtype, (len(outs), *outs[0].shape))
     pieces = tuple(leaf for step in ordered for leaf in step.leaves)
     joined = Step(spec, JOIN, (), pieces=pieces, role=ordered[0].role, layer=ordered[0].layer)
@@ -699,7 +727,7 @@ def _importances(importances: Importances, spec: TensorSpec, kind: str, mixture:
     """The importances of a tensor's columns, of each of its matrices; None if there are none."""
     values = importances.get(spec.name)
     matrices = spec.shape[0] if len(spec.shape) == 3 else 1
-    ends = spec.name in ("token_embd.weight", "output.weight")
+    ends = spec.name in (*TABLES, "output.weight")
     if values is not None and values.size != spec.shape[-1] * matrices:
         if spec.name != "token_embd.weight":
             what = f"the importance matrix has {values.size:,} numbers for it, and it has {spec.shape[-1] * matrices:,} columns"
