@@ -48,14 +48,17 @@ def main() -> None:
     ModelBase.load_hparams = staticmethod(settings)
     converter.get_model_class = model_class
     TextModel.get_vocab_base_pre = lambda _self, _tokenizer: "gpt-2"
-    answers = []
+    errors, answers = list[str](), []
+    converter.logger.error = errors.append
     for source, out in json.load(sys.stdin):
         sys.argv = ["convert", source, "--outtype", "f32", "--outfile", out]
         said, why = io.StringIO(), ""
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
             try:
                 converter.main()
-            except (Exception, SystemExit) as error:
+            except SystemExit:
+                why = errors[-1]
+            except Exception as error:
                 place = traceback.extract_tb(error.__traceback__)[-1]
                 why = f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
         answers.append(why)

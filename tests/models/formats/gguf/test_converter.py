@@ -56,8 +56,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 TRANSPOSED = ("qwen3-vl-moe",)
 """Models whose published files have the matrices of experts transposed. transformers 5 saves them as it uses them."""
 
-UNCONVERTED = {"hy-v3": "HY_V3"}
-"""Models that the converter refuses, and what it says: the released gguf does not know them."""
+UNCONVERTED = {
+    "hy-v3": "MODEL_ARCH.HY_V3",
+    **dict.fromkeys(("granite-swa", "granite-moe-swa"), "is not supported"),
+}
+"""Models that the released converter does not know, and a part of what it says."""
 
 _SIGMOID, _SOFTMAX = (2, None), (1, None)
 _LONGEST = (64, 1048576)
