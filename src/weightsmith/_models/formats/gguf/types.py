@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -22,14 +23,17 @@ class Mixture:
     """A mixture of types, as llama.cpp calls it.
 
     name     Q4_K_M
-    number   llama.cpp's, in general.file_type
-    default  the type of what no rule names
+    number   llama.cpp's, in general.file_type; -1: that of the type that most matrices have
+    default  the type of what no rule names; of `COPY`, of what no GGUF file has
     """
 
     name: str
     number: int
     default: str
 
+
+COPY = "COPY"
+"""The mixture, as llama.cpp calls it, of tensors in the types that they have."""
 
 MIXTURES = tuple(
     Mixture(*mixture)
@@ -64,6 +68,7 @@ MIXTURES = tuple(
         ("IQ2_S", 28, "IQ2_XS"),
         ("IQ2_XS", 20, "IQ2_XS"),
         ("IQ2_XXS", 19, "IQ2_XXS"),
+        (COPY, -1, "BF16"),
     )
 )
 
@@ -168,9 +173,23 @@ def type_of(mixture: Mixture, spec: TensorSpec, shape: Shape, chosen: Chosen = (
         ruled = "MXFP4" if several else "Q8_0"
     elif mixture.name == "NVFP4":  # as NVIDIA's checkpoints have it: the embedding and the head have more bits
         ruled = "NVFP4" if _LAYER.match(name) else "Q8_0"
+    elif mixture.name == COPY:
+        ruled = mixture.default
     else:
         ruled = _by_rule(mixture.name, mixture.default, name, spec.shape[-1], shape)
     return fitting(asked or ruled, spec.shape[-1])
+
+
+def file_type(types: Iterable[str]) -> int | None:
+    """llama.cpp's number of the mixture whose default most matrices have; None: there is none.
+
+    >>> file_type(["Q4_K", "Q6_K", "Q4_K"]), file_type(["IQ1_S"])
+    (15, None)
+    """
+    most = Counter(types).most_common(1)
+    alike = [mixture for mixture in MIXTURES if most and mixture.default == most[0][0] and mixture.number >= 0]
+    best = [mixture for mixture in alike if mixture.name.endswith("_M")] or alike
+    return best[0].number if best else None
 
 
 def fitting(kind: str, cols: int) -> str:
