@@ -665,7 +665,7 @@ def _in_order(step: Step, order: HeadOrder | None, draft: PlanDraft) -> Step:
 def _encoded(
     stored: _Stored, kinds: Sequence[str], importances: Importances, model: _Model, draft: PlanDraft, companions: ModelFiles
 ) -> list[Step]:
-    """The step of a tensor that is stored as one of these types, or in parts of these; or the steps that copy it from GGUF files.
+    """The step of a tensor that is stored as one of these types, or in parts of these; or those that copy it from GGUF files.
 
     Raises FormatError, Unsupported.
     """
