@@ -253,6 +253,13 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "glm4-moe": ("Glm4MoeForCausalLM", "Glm4MoeConfig", {**GLM_MOE, "routed_scaling_factor": 1.5, "use_qk_norm": True}),
     "glm4-moe-bias": ("Glm4MoeForCausalLM", "Glm4MoeConfig", {**GLM_MOE, "attention_bias": True, "norm_topk_prob": False}),
+    "solar-open": (
+        "SolarOpenForCausalLM",
+        "SolarOpenConfig",
+        {**{name: value for name, value in GROUPED.items() if name not in ("intermediate_size", "first_k_dense_replace")}}
+        | {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5},
+    ),
+    "hy-v3": ("HYV3ForCausalLM", "HYV3Config", {**MOE, "num_hidden_layers": 3, "num_experts": 8, "num_shared_experts": 2}),
     "minimax-m2": (
         "MiniMaxM2ForCausalLM",
         "MiniMaxM2Config",
@@ -360,6 +367,12 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
             "mamba_d_state": 4,
             "use_mamba_kernels": False,
         },
+    ),
+    "llama4": (
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        {**HEADS, "num_hidden_layers": 5, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size_mlp": 64}
+        | {"interleave_moe_layer_step": 2},
     ),
     "granite-hybrid": ("GraniteMoeHybridForCausalLM", "GraniteMoeHybridConfig", GRANITE_4),
     "granite-hybrid-moe": (

@@ -481,6 +481,11 @@ def _rows(plan: dict[str, Any]) -> dict[str, Any]:
     return product_settings
 
 
+def _states_weights(plan: dict[str, Any]) -> dict[str, str]:
+    weights: dict[str, str] = _made(plan, "quantised_states")["settings"]["weights"]
+    return weights
+
+
 def _layer(plan: dict[str, Any]) -> dict[str, Any]:
     product_settings: dict[str, Any] = _made(plan, "quantised_layer")["settings"]
     return product_settings
@@ -512,6 +517,8 @@ def _layer(plan: dict[str, Any]) -> dict[str, Any]:
             "its arrays are not",
         ),
         (lambda plan: _layer(plan)["weights"].update(dict.fromkeys(_layer(plan)["weights"], "int8")), "cannot calibrate"),
+        (lambda plan: _states_weights(plan).update({"x.weight": "exl2 4/g32"}), "it has no step for a quantised weight"),
+        (lambda plan: _states_weights(plan).update(dict.fromkeys(_states_weights(plan), "no-such")), "no-such"),
     ],
 )
 def test_a_plan_from_elsewhere_is_checked(change: Any, words: str, llama: Path, tmp_path: Path) -> None:
@@ -520,6 +527,21 @@ def test_a_plan_from_elsewhere_is_checked(change: Any, words: str, llama: Path, 
     change(plan)
     with pytest.raises(PlanError, match=words):
         weightsmith.run(plan_from_json(plan), tmp_path / "out", progress=False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda weights: weights.popitem(), lambda weights: weights.update(dict.fromkeys(weights, "w4a16-g32"))],
+    ids=["fewer", "in another format"],
+)
+def test_weights_of_a_layer_are_those_that_its_product_has(change: Any, llama: Path, tmp_path: Path) -> None:
+    """A plan from elsewhere whose states name weights of more arrays than the product has ended in a RuntimeError."""
+    with prepared_for(llama, settings(tmp_path)) as prepared:
+        plan = json.loads(json.dumps(prepared.plan.to_json()))
+    change(_states_weights(plan))
+    with pytest.raises(FormatError, match="are not those of the weights that its settings name"):
+        weightsmith.run(plan_from_json(plan), tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("op", ["measured_layer", "states"])

@@ -376,6 +376,16 @@ def test_an_embedding_is_not_calibrated(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read(tmp_path / "rounded")[name], read(tmp_path / "q")[name])
 
 
+@pytest.mark.parametrize(
+    ("name", "types"), [("fp8-dynamic", ["embed_tokens=w4a16-g64"]), ("w4a16", ["layers=plain", "embed_tokens=w4a16-g64"])]
+)
+def test_a_text_for_an_embedding_alone_is_refused(name: str, types: list[str], tmp_path: Path) -> None:
+    source = write_transformer(tmp_path / "m", "Llama", tie_word_embeddings=False)
+    quantise(source, tmp_path / "q", name, *types)
+    with pytest.raises(PlanError, match="reads no text without --kv-cache"):
+        quantise(source, tmp_path / "text", name, *types, calibration="built-in")
+
+
 def test_only_a_head_that_is_asked_for_is_warned_of(tmp_path: Path) -> None:
     source = write_transformer(tmp_path / "m", "Llama", tie_word_embeddings=False)
     done = quantise(source, tmp_path / "mlx", "mlx-4bit")
@@ -386,7 +396,7 @@ def test_only_a_head_that_is_asked_for_is_warned_of(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "head"), [("w4a16", "w4a16-g64"), ("gptq-4bit", "gptq-4bit")])
+@pytest.mark.parametrize(("name", "head"), [("w4a16", "w4a16-g64"), ("fp8-dynamic", "w4a16-g64"), ("gptq-4bit", "gptq-4bit")])
 def test_the_head_is_calibrated_for_what_enters_it(name: str, head: str, tmp_path: Path) -> None:
     text = {"calibration": "built-in", "calibration_rows": 2, "calibration_tokens": 32}
     source = save_model(tmp_path / "m")

@@ -252,20 +252,21 @@ def unused(settings: QuantizeSettings, *, calibrates: bool) -> list[WeightsmithE
     return [ParameterError("no calibration text is read", where=named(*names), fix=fix)]
 
 
-def text_problems(encoding: Encoding, settings: QuantizeSettings) -> list[WeightsmithError]:
-    """Problems of the settings of the text, for weights in one encoding."""
+def text_problems(encoding: Encoding | None, settings: QuantizeSettings) -> list[WeightsmithError]:
+    """Problems of the settings of the text, for weights in one encoding. None: only the embedding is quantised."""
     asked = "kv_cache" if settings.kv_cache is not None else "quantize"
-    if settings.kv_cache is not None or encoding.inputs is not None:
+    name = "an embedding, which tokens enter," if encoding is None else encoding.name
+    if settings.kv_cache is not None or (encoding is not None and encoding.inputs is not None):
         if settings.calibration != NONE:
             return []
-        what = f"{named('kv_cache')} needs a text" if settings.kv_cache is not None else f"{encoding.name} needs a text"
+        what = f"{named('kv_cache')} needs a text" if settings.kv_cache is not None else f"{name} needs a text"
         fix = f"add {assignment('calibration', BUILT_IN)} or a text of yours"
         return [ParameterError(f"{what}, from which it gets the scales of activations", where=named(asked), fix=fix)]
-    if encoding.hessian != "no":
+    if encoding is not None and encoding.hessian != "no":
         return unused(settings, calibrates=settings.calibration not in (None, NONE))
-    if names := [name for name in ("calibration", *_OF_THE_TEXT) if getattr(settings, name) is not None]:
+    if names := [setting for setting in ("calibration", *_OF_THE_TEXT) if getattr(settings, setting) is not None]:
         fix = f"leave out {named(*names)}, or add {assignment('kv_cache', 'fp8')}"
-        return [ParameterError(f"{encoding.name} reads no text without {named('kv_cache')}", where=named(*names), fix=fix)]
+        return [ParameterError(f"{name} reads no text without {named('kv_cache')}", where=named(*names), fix=fix)]
     return []
 
 

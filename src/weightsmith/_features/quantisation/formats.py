@@ -380,11 +380,13 @@ class StreamedFormat(Format):
         by_row = _stored_by_row(draft, writing, encoding) if group_size is None else {}
         others = {**by_row, **encodings_by_weight(draft, encoding, settings.tensor_types, by_row)}
         quantise(draft, encoding.name, others)
-        measured = measured_encoding(encoding, {s.out.name: s.encoding for s in draft.steps if s.encoding != PLAIN})
+        measured = measured_encoding(encoding, draft)
         if problems := text_problems(measured, settings):
             raise PlanError(problems)
-        has_text = measured.inputs is None and measured.hessian != "no" and settings.calibration not in (None, NONE)
-        if not settings.awq_scales and not (has_text and measured.scaled):
+        scales_inputs = measured is not None and measured.inputs is not None
+        calibrates = measured is not None and not scales_inputs and measured.hessian != "no"
+        has_text = calibrates and settings.calibration not in (None, NONE)
+        if not settings.awq_scales and not (has_text and measured and measured.scaled):
             what = "no weights are calibrated in a format that scales their inputs"
             fix = f"leave it out, or add {assignment('calibration', BUILT_IN)} or a text of yours"
             raise PlanError([option_error("awq_scales", what, fix)])
@@ -394,10 +396,10 @@ class StreamedFormat(Format):
         draft.warnings += _by_row_findings(draft, by_row)
         check_engines(draft, encoding.name, writing.name, settings)
         check_mixture(draft, encoding, others, settings)
-        if has_text or settings.kv_cache is not None or measured.inputs is not None:
+        if has_text or settings.kv_cache is not None or scales_inputs:
             from weightsmith._features.quantisation.calibration.plan import measure_activations
 
-            measure_activations(plain, draft, measured, settings, calibrates=has_text)
+            measure_activations(plain, draft, measured or encoding, settings, calibrates=has_text)
         writing.adapt(draft, encoding)
 
 
@@ -680,21 +682,21 @@ def _type_of(weight: str, types: _Types) -> str:
     return next((kind for pattern, kind in reversed(types) if pattern.search(weight)), "")
 
 
-def measured_encoding(default: Encoding, by_weight: Mapping[str, str]) -> Encoding:
+def measured_encoding(default: Encoding, draft: PlanDraft) -> Encoding | None:
     """The encoding for which a text is read: one with scales of activations, or one that takes a Hessian, or the default.
 
-    by_weight  of each weight that is quantised
+    draft  quantised; its embedding does not count, because tokens enter it. None: no other weight is quantised
 
     Raises PlanError if two need the text for different things.
     """
-    used = {*by_weight.values()}
-    encodings = [find_encoding(name) for name in dict.fromkeys([default.name, *by_weight.values()]) if name in used]
+    used = {step.encoding: None for step in draft.steps if step.encoding != PLAIN and not is_embedding(step.out)}
+    encodings = [find_encoding(name) for name in dict.fromkeys([default.name, *used]) if name in used]
     scaled = [encoding for encoding in encodings if encoding.inputs is not None]
     if len(scaled) > 1:
         names = " and ".join(encoding.name for encoding in scaled)
         what = f"{names} need different scales of activations, and one output has one kind"
         raise PlanError([option_error("tensor_types", what, "choose one of them")])
-    return next(iter([*scaled, *(encoding for encoding in encodings if encoding.hessian != "no"), *encodings]))
+    return next(iter([*scaled, *(encoding for encoding in encodings if encoding.hessian != "no"), *encodings]), None)
 
 
 def check_mixture(draft: PlanDraft, default: Encoding, by_weight: Mapping[str, str], settings: QuantizeSettings) -> None:

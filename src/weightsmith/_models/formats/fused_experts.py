@@ -53,6 +53,10 @@ FAMILIES: Mapping[str, _Family] = {
     ),
     "ernie4_5_moe": _Family(renamed={f"mlp.gate.moe_statics.{_BIAS}": f"mlp.moe_statics.{_BIAS}"}),
     "exaone_moe": _Family(renamed={f"mlp.gate.{_BIAS}": f"mlp.{_BIAS}"}),
+    "hy_v3": _Family(
+        renamed={"mlp.gate.weight": "mlp.router.gate.weight", f"mlp.{_BIAS}": "mlp.expert_bias"}
+        | {f"mlp.shared_experts.{name}.weight": f"mlp.shared_mlp.{name}.weight" for name in _USUAL}
+    ),
     "jamba": _Family(parent=("feed_forward", "feed_forward")),
     "lfm2_moe": _Family(_OF_MIXTRAL, parent=("feed_forward", "feed_forward")),
     "minimax": _MIXTRAL,

@@ -248,7 +248,9 @@ FAMILIES = {
     "deepseek-v3": "DEEPSEEK2",
     "glm4-moe": "GLM4_MOE",
     "glm4-moe-bias": "GLM4_MOE",
+    "solar-open": "GLM4_MOE",
     "minimax-m2": "MINIMAXM2",
+    "hy-v3": "",
     "afmoe": "AFMOE",
     "exaone-moe": "EXAONE_MOE",
     "hunyuan-moe": "HUNYUAN_MOE",
@@ -256,7 +258,9 @@ FAMILIES = {
     "mimo2": "MIMO2",
     "phimoe": "PHIMOE",
     "dbrx": "DBRX",
+    "llama4": "LLAMA4",
 }
+"""Their names in gguf-py; "": it does not know them yet."""
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
 GRANITE = {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
 IN_IMAGES = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe")
@@ -310,7 +314,8 @@ def test_every_family_comes_back_as_it_was(name: str, tmp_path: Path, tokenizers
     source = zoo.save(name, tmp_path / "m", 1, **OWN.get(name, {}))
     (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
     path = quantize(source, tmp_path / "q", "f32")
-    known, written = gguf.get_tensor_name_map(gguf.MODEL_ARCH[FAMILIES[name]], 64), stored(path)
+    known = gguf.get_tensor_name_map(gguf.MODEL_ARCH[FAMILIES[name]], 64) if FAMILIES[name] else None
+    written = stored(path)
     with weightsmith.open_checkpoint(source) as here, weightsmith.open_checkpoint(tmp_path / "q") as back:
         assert list(back.specs) == [
             spec for spec in here.specs if spec != "lm_head.weight" or not here.config["tie_word_embeddings"]
@@ -329,7 +334,7 @@ def test_every_family_comes_back_as_it_was(name: str, tmp_path: Path, tokenizers
             )
             special |= any(architecture.key_of(tensor) is not None for architecture in architectures())
             special |= name == "granite-hybrid" and "shared_mlp" in tensor  # there the table has names of an expert's tensors
-            assert ".experts." in tensor or special or f"{known.get_name(module)}.{kind}" in written
+            assert known is None or ".experts." in tensor or special or f"{known.get_name(module)}.{kind}" in written
         import transformers
 
         configs = [transformers.AutoConfig.from_pretrained(folder.folder).to_dict() for folder in (here, back)]
@@ -1076,8 +1081,8 @@ def refused(name: str = "q8_0", **options: Any) -> str:
         ),
         ({"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 1, "factor": 8}}, "high_freq_factor is missing"),
         (
-            {"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 1, "high_freq_factor": 1, "factor": 8}},
-            "low_freq_factor 1 is not below high_freq_factor 1",
+            {"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 2, "high_freq_factor": 1, "factor": 8}},
+            "low_freq_factor 2 is above high_freq_factor 1",
         ),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": "x"}},
@@ -1354,6 +1359,7 @@ EXPERTS = (
     *("dots1", "glm4-moe", "deepseek-v2", "deepseek-v3", "granite-moe-shared", "ernie4-5-moe", "lfm2-moe"),
     *("qwen3-next", "qwen3.5-moe", "gpt-oss", "gemma4", "gemma4-moe", "granite-hybrid", "granite-hybrid-moe"),
     *("nemotron-h", "nemotron-h-moe", "falcon-h1", "jamba", "kimi-linear", "mamba", "mamba2"),
+    "llama4",
 )
 MIXERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 GRANITE_9 = {"layer_types": ["attention" if i in (2, 5, 6) else "mamba" for i in range(9)], "mamba_d_head": 128}

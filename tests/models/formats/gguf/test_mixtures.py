@@ -102,6 +102,13 @@ def written(name: str, folder: Path, **changes: Any) -> Path:
             {"rope_parameters": {**LONG, "short_mscale": 1.1}},
             "short_mscale is 1.1, and llama.cpp takes 1.2 for granted",
         ),
+        ("solar-open", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, and llama.cpp takes 1 for granted"),
+        ("solar-open", {"use_qk_norm": True}, "use_qk_norm is True, and llama.cpp takes False for granted"),
+        ("solar-open", {"first_k_dense_replace": 1}, "first_k_dense_replace is 1, and layer 0 has experts"),
+        ("hy-v3", {"route_norm": False}, "route_norm is False, and llama.cpp takes True for granted"),
+        ("hy-v3", {"attention_bias": True}, "attention_bias is True, and llama.cpp takes False for granted"),
+        ("hy-v3", {"num_shared_experts": 0}, "num_shared_experts is 0, not a positive whole number"),
+        ("hy-v3", {"num_shared_experts": 1}, r"num_shared_experts \* moe_intermediate_size is 16 in config.json"),
         ("dbrx", {"ffn_config": {**FFN, "moe_normalize_expert_weights": None}}, "moe_normalize_expert_weights is 'none', and"),
         ("dbrx", {"ffn_config": {**FFN, "ffn_act_fn": {"name": "gelu"}}}, "hidden_act is 'gelu', and llama.cpp takes 'silu'"),
     ],
@@ -111,18 +118,19 @@ def test_settings_that_llama_cpp_does_not_have(name: str, changes: dict[str, Any
         written(name, tmp_path, **changes)
 
 
-def test_scores_of_trinity_are_always_normalised(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "stem"), [("afmoe", "afmoe"), ("hy-v3", "hy_v3")])
+def test_scores_of_trinity_and_hy_are_always_normalised(name: str, stem: str, tmp_path: Path) -> None:
     """config.json of transformers does not say so, and llama.cpp does not normalise them where the file does not say it."""
-    path = written("afmoe", tmp_path)
+    path = written(name, tmp_path)
     reader = gguf.GGUFReader(path)
-    keys = {name.removeprefix("afmoe."): field.contents() for name, field in reader.fields.items()}
+    keys = {name.removeprefix(f"{stem}."): field.contents() for name, field in reader.fields.items()}
     assert keys["expert_weights_norm"] is True
     kept = {name: value for name, value in keys.items() if not name.startswith("GGUF.") and name != "general.architecture"}
     tensors = {tensor.name: (np.array(tensor.data), "F32") for tensor in reader.tensors}
-    weightsmith.open_checkpoint(write_gguf(tmp_path / "same.gguf", "afmoe", tensors, kept)).close()
+    weightsmith.open_checkpoint(write_gguf(tmp_path / "same.gguf", stem, tensors, kept)).close()
     for changed in ({**kept, "expert_weights_norm": False}, {n: v for n, v in kept.items() if n != "expert_weights_norm"}):
-        other = write_gguf(tmp_path / "other.gguf", "afmoe", tensors, changed)
-        with pytest.raises(Unsupported, match=r"afmoe\.expert_weights_norm is not true, and transformers always normalises"):
+        other = write_gguf(tmp_path / "other.gguf", stem, tensors, changed)
+        with pytest.raises(Unsupported, match=rf"{stem}\.expert_weights_norm is not true, and transformers always normalises"):
             weightsmith.open_checkpoint(other)
 
 
@@ -270,6 +278,7 @@ def test_keys_of_mimo_for_layers_that_predict(tmp_path: Path) -> None:
 
 STEEP = ("q_norm.weight", "k_norm.weight", "query_layernorm.weight", "key_layernorm.weight", "q_b_proj.weight", "wq_b.weight")
 STEEP += ("mlp.gate.weight", "mlp.router.gate.weight", "mlp.gate.wg.weight", "v_proj.weight", "down_proj.weight")
+STEEP += ("q_proj.weight", "k_proj.weight")
 MIXED = ["full_attention", "sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
 
 
@@ -281,6 +290,8 @@ MIXED = ["full_attention", "sliding_attention", "sliding_attention", "full_atten
         ("afmoe", {"rope_parameters": YARN}),
         ("exaone-moe", {"layer_types": MIXED, "rope_parameters": YARN}),
         ("glm-dsa", {"indexer_types": ["full", "full", "shared"], "n_routed_experts": 8, "n_group": 2}),
+        ("solar-open", {"attention_bias": True, "rope_parameters": YARN}),
+        ("hy-v3", {"mlp_layer_types": ["sparse", "dense", "sparse"], "rope_parameters": YARN}),
         ("mimo2", {"layer_types": MIXED[::-1] + MIXED[:2], "mlp_layer_types": ["sparse", "dense"] * 3 + ["sparse"]}),
     ],
 )

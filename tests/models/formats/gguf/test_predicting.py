@@ -22,19 +22,16 @@ BF16 = DTYPES["BF16"].numpy
 Tensors = dict[str, npt.NDArray[Any]]
 
 FAMILIES = {
-    "glm4-moe": ("GLM4_MOE", "num_nextn_predict_layers"),
-    "glm4-moe-lite": ("DEEPSEEK2", "num_nextn_predict_layers"),
-    "exaone-moe": ("EXAONE_MOE", "num_nextn_predict_layers"),
-    "glm-dsa": ("GLM_DSA", "num_nextn_predict_layers"),
-    "qwen3-next": ("QWEN3NEXT", "num_nextn_predict_layers"),
-    "qwen3.5": ("QWEN35", "mtp_num_hidden_layers"),
-    "qwen3.5-moe": ("QWEN35MOE", "mtp_num_hidden_layers"),
+    **dict.fromkeys(("glm4-moe", "glm4-moe-lite", "exaone-moe", "glm-dsa", "qwen3-next", "hy-v3"), "num_nextn_predict_layers"),
+    **dict.fromkeys(("qwen3.5", "qwen3.5-moe"), "mtp_num_hidden_layers"),
 }
-"""Their names in gguf-py, and config.json's number of layers that predict."""
-NUMBERED = ("glm4-moe", "glm4-moe-lite", "glm-dsa")
+"""config.json's number of layers that predict."""
+NUMBERED = ("glm4-moe", "glm4-moe-lite", "glm-dsa", "hy-v3")
 """Those whose layers that predict are numbered on; the others have a stack of them."""
 LIKE = {"exaone-moe": 0}
 """Of those whose layers that predict have no experts: a layer without."""
+LAST = {"hy-v3": "final_layernorm"}
+"""The last norm of such a layer, where it has another name."""
 STACK = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "shared_head.norm": "norm"}
 TOKENS = [3, 17, 9, 30, 5]
 
@@ -64,11 +61,12 @@ def save(family: str, folder: Path, **changes: Any) -> tuple[Path, Path, Tensors
         alone |= {
             name: random.normal(0, 0.1, head.shape).astype(BF16) for name in ("embed_tokens.weight", "shared_head.head.weight")
         }
+        alone[f"{LAST.get(family, 'shared_head.norm')}.weight"] = alone.pop("shared_head.norm.weight")
         added = {f"model.layers.{layers}.{name}": values for name, values in (block | alone).items()}
     else:
         added = {f"mtp.layers.0.{name}": values for name, values in block.items()}
         added |= {f"mtp.{STACK[name.removesuffix('.weight')]}.weight": values for name, values in alone.items()}
-    source = write_checkpoint(folder / "m", tensors | added, {**config, FAMILIES[family][1]: 1})
+    source = write_checkpoint(folder / "m", tensors | added, {**config, FAMILIES[family]: 1})
     add_tokenizer(source)
     return plain, source, added
 
@@ -96,17 +94,16 @@ def test_they_are_written_as_llama_cpps_converter_does_and_come_back(family: str
     path = quantize(source, tmp_path / "q")
     written, without = stored(path), stored(quantize(plain, tmp_path / "p"))
     assert {name: written[name] for name in without} == without
-    kind, setting = FAMILIES[family]
-    architecture = gguf.MODEL_ARCH[kind]
     keys = {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
-    stem = gguf.MODEL_ARCH_NAMES[architecture]
+    stem = keys["general.architecture"]
     layers = keys[f"{stem}.block_count"] - 1
     assert keys[f"{stem}.nextn_predict_layers"] == 1
     known = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GLM4_MOE, layers + 1)  # older versions have no such names for Qwen
     alone = {re.sub(r"^.*?(layers\.\d+\.|mtp\.)", "", name): values for name, values in added.items()}
     for module, here in ({name: name for name in (*STACK, "embed_tokens")} if family in NUMBERED else STACK).items():
         _, shape, data = written[f"{known.get_name(f'model.layers.{layers}.{module}')}.weight"]
-        values = alone[f"{here}.weight"].astype(np.float32)
+        last = LAST.get(family, here) if module == "shared_head.norm" else here
+        values = alone[f"{last}.weight"].astype(np.float32)
         shift = 1 if family.startswith("qwen") and "norm" in module else 0  # as Gemma's norms
         assert np.array_equal(np.frombuffer(data, "<f4").reshape(shape), values + np.float32(shift)), module
     with weightsmith.open_checkpoint(source) as here, weightsmith.open_checkpoint(path) as back:
@@ -114,7 +111,7 @@ def test_they_are_written_as_llama_cpps_converter_does_and_come_back(family: str
         for name in added:
             assert np.allclose(back.read(name).astype(np.float32), here.read(name).astype(np.float32), rtol=0, atol=1e-6), name
         assert back.config is not None
-        assert (back.config["num_hidden_layers"], back.config[setting]) == (layers, 1)
+        assert (back.config["num_hidden_layers"], back.config[FAMILIES[family]]) == (layers, 1)
         assert not any("predict" in str(note) for note in back.notes)
 
 

@@ -25,7 +25,7 @@ from weightsmith._base.options import named
 from weightsmith._base.report.blocks import Block, Column, Table
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._base.text import markdown_table
-from weightsmith._features.quantisation.calibration.layer import LAYER_BY_LAYER, dequantised_weights
+from weightsmith._features.quantisation.calibration.layer import LAYER_BY_LAYER, dequantised_weights, problem_of_quantised
 from weightsmith._models.formats import find_cache, find_encoding
 from weightsmith._models.structure.projections import by_site
 from weightsmith._plans import Product, ProductSettings
@@ -87,8 +87,8 @@ class ScalesWork(LayerWork):
             return error.finding.what
         if bool(self.attention) != (find_cache(self.cache) is not None):
             return "there is no such cache"
-        if not {*self.quantised} <= {step.out.name for step in product.steps}:
-            return "it has no step for a quantised weight"
+        if problem := problem_of_quantised(self.quantised, product):
+            return problem
         return "" if product.outs == self.outs else "its arrays are not those of its settings"
 
 

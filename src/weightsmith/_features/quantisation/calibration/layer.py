@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +23,7 @@ import numpy as np
 from weightsmith._activations.decoder import Features
 from weightsmith._activations.states import check, run
 from weightsmith._activations.work import LayerWork
-from weightsmith._base.errors import WeightsmithError
+from weightsmith._base.errors import FormatError, WeightsmithError
 from weightsmith._base.files import FULL
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._base.torch_use import one_thread
@@ -46,8 +47,13 @@ Shapes = list[tuple[str, tuple[int, ...]]]
 def split(weights: Mapping[str, str], specs: Mapping[str, TensorSpec], arrays: Arrays) -> Iterator[tuple[str, Arrays]]:
     """The stored arrays of each weight. weights: encodings by name; arrays: of all of them, in order."""
     rest = iter(arrays)
-    for name, encoding in weights.items():
-        yield name, [next(rest) for _ in find_encoding(encoding).outs(specs[name])]
+    for name, outs in stored_of(weights, specs).items():
+        yield name, [*islice(rest, len(outs))]
+
+
+def stored_of(weights: Mapping[str, str], specs: Mapping[str, TensorSpec]) -> dict[str, tuple[TensorSpec, ...]]:
+    """What is stored of each weight. weights: encodings by name."""
+    return {name: find_encoding(encoding).outs(specs[name]) for name, encoding in weights.items()}
 
 
 class CalibratedWork(LayerWork):
@@ -187,8 +193,7 @@ class QuantisedWork(CalibratedWork):
 
     def shapes(self, specs: Mapping[str, TensorSpec]) -> Shapes:
         """The stored tensors of each weight."""
-        outs = [out for name, encoding in self.weights.items() for out in find_encoding(encoding).outs(specs[name])]
-        return [(out.dtype.name, out.shape) for out in outs]
+        return [(out.dtype.name, out.shape) for outs in stored_of(self.weights, specs).values() for out in outs]
 
     def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
         """A head has one weight."""
@@ -436,16 +441,42 @@ class QuantisedStatesWork(LayerWork):
         """The products that the settings name."""
         return {self.states, self.quantised_by}
 
+    def problem(self, product: Product, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        return LayerWork.problem(self, product, shapes) or problem_of_quantised(self.weights, product)
+
+
+def problem_of_quantised(weights: Mapping[str, str], product: Product) -> str:
+    """Why the weights of a layer cannot be those of a product, or "". weights: their encodings, by name."""
+    specs = {step.out.name: step.out for step in product.steps}
+    for name, encoding in weights.items():
+        if name not in specs:
+            return "it has no step for a quantised weight"
+        try:
+            refusal = find_encoding(encoding).refusal(specs[name])
+        except WeightsmithError as error:
+            return error.finding.what
+        if refusal:
+            return refusal
+    return ""
+
 
 def dequantised_weights(context: ProductContext, weights: Mapping[str, str], quantised_by: str) -> dict[str, Tensor]:
-    """Weights that a product of a layer has, float32, by name. weights: their encodings."""
+    """Weights that a product of a layer has, float32, by name. weights: their encodings.
+
+    Raises FormatError if they are not what it has: a plan from elsewhere may say so.
+    """
     import torch
 
     from weightsmith._files.arrays import release_pages
 
     specs = {step.out.name: step.out for step in context.product.steps}
+    arrays = context.arrays(quantised_by)
+    expected = [(out.dtype.itemsize, out.shape) for outs in stored_of(weights, specs).values() for out in outs]
+    if [(array.dtype.itemsize, array.shape) for array in arrays] != expected:
+        what = f"the arrays of product {quantised_by} are not those of the weights that its settings name"
+        raise FormatError(what, where=f"product {context.product.name}", fix="make the plan again")
     dequantised = {}
-    for name, stored in split(weights, specs, context.arrays(quantised_by)):
+    for name, stored in split(weights, specs, arrays):
         dequantised[name] = torch.from_numpy(find_encoding(weights[name]).dequantise(stored, specs[name].shape))
         for array in stored:
             release_pages(array)

@@ -1,13 +1,21 @@
-"""GLM 4, GLM 4.5 to 4.7 with DeepSeek's experts, and GLM 5, which is DeepSeek-V3 with attention to chosen tokens."""
+"""GLM 4, GLM 4.5 to 4.7 and Solar Open with DeepSeek's experts, and GLM 5: DeepSeek-V3 with attention to chosen tokens."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Container
+from typing import Any, ClassVar
 
 import numpy as np
 
 from weightsmith._models.formats.gguf.architectures.deepseek import EXPERT_NUMBERS, PREDICTING, DeepseekV2, DeepseekV3
-from weightsmith._models.formats.gguf.base.architecture import SIGMOID_ROUTER, Contents, GgufArchitecture, GgufFamily, GgufKey
+from weightsmith._models.formats.gguf.base.architecture import (
+    SIGMOID_ROUTER,
+    Contents,
+    GgufArchitecture,
+    GgufFamily,
+    GgufKey,
+    head_dim,
+)
 from weightsmith._models.formats.gguf.base.tensors import (
     ATTENTION,
     EXPERTS,
@@ -20,6 +28,7 @@ from weightsmith._models.formats.gguf.base.tensors import (
     ROUTER_BIAS,
     SHARED_EXPERTS,
     WIDTH,
+    Predicting,
     product_of,
 )
 from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufKeys, GgufValues
@@ -50,12 +59,35 @@ class Glm4Moe(GgufArchitecture):
     experts = "n_routed_experts"
     numbers = EXPERT_NUMBERS
     constants = SIGMOID_ROUTER
-    predicting = PREDICTING
+    predicting: ClassVar[Predicting | None] = PREDICTING
     partial = 0.5
 
     def take_tensors(self, config: dict[str, Any], contents: Contents, where: str) -> None:
         for setting, name in {"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"}.items():
             config[setting] = any(stored.endswith(f".{name}") for stored in contents.shapes)
+
+
+class SolarOpen(Glm4Moe):
+    """Solar Open: all layers have experts, and RoPE turns whole heads. llama.cpp calls it GLM 4.5, too."""
+
+    class_name = "SolarOpenForCausalLM"
+    model_types = ("solar_open",)
+    fixed = {"use_qk_norm": False}
+    predicting = None
+    partial = 1.0
+
+    def owns(self, values: GgufValues) -> bool:
+        width = values.get("attention.key_length")
+        whole = width is not None and values.get("rope.dimension_count", width) == width
+        others = [name for name in ("leading_dense_block_count", "nextn_predict_layers") if name in values]
+        return super().owns(values) and whole and not others
+
+    def holds(self, tensors: Container[str]) -> bool:
+        return "blk.0.attn_q_norm.weight" not in tensors
+
+    def check(self, config: GgufConfig) -> None:
+        super().check(config)
+        config.need("partial_rotary_factor", self.turned(config) / head_dim(config), 1)
 
 
 _ROTATED = 64
@@ -133,4 +165,4 @@ def _has_indexer(config: GgufConfig) -> list[bool]:
     return [kind == "full" for kind in kinds]
 
 
-FAMILY = GgufFamily((Glm4(), Glm4Moe(), GlmDsa()))
+FAMILY = GgufFamily((Glm4(), SolarOpen(), Glm4Moe(), GlmDsa()))

@@ -307,7 +307,10 @@ class GgufArchitecture:
 
     def _modules(self, number: int) -> Mapping[str, str]:
         """Modules of a layer."""
-        return {**self.layer, **NEXTN} if self.predictors and number >= self.trunk else self.layer
+        if not self.predictors or number < self.trunk:
+            return self.layer
+        renamed = {} if self.predicting is None or self.predicting.stack else self.predicting.renamed
+        return {**self.layer, **{name: renamed.get(module, module) for name, module in NEXTN.items()}}
 
     # ---- keys from config.json
 

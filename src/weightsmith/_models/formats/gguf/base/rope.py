@@ -22,7 +22,9 @@ USE_ORIGINAL = "Use the original checkpoint."
 _SAME = 1e-6
 """How far a factor may be from 1 and still say nothing: config.json states defaults with few digits."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What all of Meta's models with scaled frequencies have; a GGUF file has only the quotients that follow."""
+"""What Meta's models with scaled frequencies have; a GGUF file has only the quotients that follow."""
+_HIGH = (4.0, 1.0)
+"""Their `high_freq_factor`: of Llama 3, and of Llama 4, between whose two factors there is nothing."""
 _YARN = {"rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta_slow": "beta_slow"} | {
     "rope.scaling.yarn_attn_factor": "attention_factor"
 }
@@ -87,8 +89,8 @@ def put_quotients(config: GgufConfig, rope: Mapping[str, Any], head_dim: int, ke
     defaults = {**dict.fromkeys(_LLAMA3), "original_max_position_embeddings": context, "factor": None}
     scaling = {name: config.number(name, default, rope) for name, default in defaults.items()}
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    if low >= high:
-        what = f"low_freq_factor {low:g} is not below high_freq_factor {high:g}"
+    if low > high:
+        what = f"low_freq_factor {low:g} is above high_freq_factor {high:g}"
         raise FormatError(what, where="config.json", fix="repair it")
     keys.tensors[QUOTIENTS] = llama3_quotients(head_dim, config.number("rope_theta", within=rope), scaling)
 
@@ -123,10 +125,12 @@ def _take_quotients(config: Mapping[str, Any], quotients: Floats, where: str) ->
         what = f"{QUOTIENTS} has {quotients.size:,} numbers, or one that is not finite, for heads of {head_dim:,}"
         raise FormatError(what, where=where, fix=DAMAGED)
     scaling = {"rope_type": "llama3", "factor": float(str(quotients.max())), **_LLAMA3}
-    if not np.allclose(llama3_quotients(head_dim, config["rope_theta"], scaling), quotients, rtol=1e-5):
-        what = f"RoPE frequencies that are not scaled as Llama 3's ({QUOTIENTS})"
-        raise Unsupported(what, where=where, fix=USE_ORIGINAL)
-    return scaling
+    for high in _HIGH:
+        scaling["high_freq_factor"] = high
+        if np.allclose(llama3_quotients(head_dim, config["rope_theta"], scaling), quotients, rtol=1e-5):
+            return scaling
+    what = f"RoPE frequencies that are not scaled as Llama 3's ({QUOTIENTS})"
+    raise Unsupported(what, where=where, fix=USE_ORIGINAL)
 
 
 def llama3_quotients(width: int, theta: float, scaling: Mapping[str, Any]) -> Floats:
@@ -137,6 +141,6 @@ def llama3_quotients(width: int, theta: float, scaling: Mapping[str, Any]) -> Fl
     factor, low, high = float(scaling["factor"]), float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
     context = float(scaling["original_max_position_embeddings"])
     lengths = 2 * math.pi * theta ** (np.arange(0, width, 2, dtype=np.float64) / width)
-    smooth = (context / lengths - low) / (high - low)
+    smooth = (context / lengths - low) / ((high - low) or 1.0)
     between = 1 / ((1 - smooth) / factor + smooth)
     return np.where(lengths < context / high, 1.0, np.where(lengths > context / low, factor, between)).astype(np.float32)

@@ -92,7 +92,7 @@ class Predicting:
 
     setting  config.json's number of them
     stack    how their names begin in a stack of their own; "": they are numbered on, `model.layers.46.` of 46 layers
-    renamed  modules of `NEXTN` → their names in this stack, where they are not in its layers
+    renamed  modules of `NEXTN` → their names: in the stack, where they are not in its layers; or in numbered layers
     """
 
     setting: str
