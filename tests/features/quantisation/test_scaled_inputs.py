@@ -289,6 +289,25 @@ def test_the_plan_counts_weights_without_scales_and_tensors_that_change(tmp_path
     assert stored["it changes with the scales of calibrated weights"] == 4
 
 
+@pytest.mark.parametrize(
+    ("model", "types", "says"),
+    [
+        ("qwen2", ("q_proj=fp8-dynamic",), ["4 of 12 weights get no AWQ scales: weights in other formats"]),
+        ("qwen2", ("v_proj=plain",), ["2 of 12 weights get no AWQ scales: weights in other formats"]),
+        ("qwen2", ("self_attn=fp8-dynamic",), []),
+        ("phi3", ("qkv_proj=fp8-dynamic",), ["4 of 6 weights get no AWQ scales: no way to scale"]),
+    ],
+)
+def test_weights_without_scales_in_a_mixture_have_its_reason(
+    model: str, types: tuple[str, ...], says: list[str], tmp_path: Path
+) -> None:
+    source = save_model(tmp_path / model, model)
+    with prepared_for(source, replace(options_of(tmp_path), tensor_types=types), "w4a16") as prepared:
+        warnings = [finding.what for finding in prepared.plan.warnings if "no AWQ scales" in finding.what]
+    assert len(warnings) == len(says)
+    assert all(warning.startswith(start) for warning, start in zip(warnings, says, strict=True)), warnings
+
+
 def test_plans_that_are_made_at_once_are_the_same(uneven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every other plan begins to look at a layer while the first one does."""
     options, looking, both = options_of(tmp_path), forward.record, threading.Barrier(2)

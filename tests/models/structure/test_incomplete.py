@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,59 @@ def test_layers_of_several_kinds_differ_by_design() -> None:
     assert lacks(no_first_norm, CONFIG) == []
     pruned = without("model.layers.2.self_attn")
     assert lacks(pruned, CONFIG | {"block_configs": [{}] * 5}) == []
+
+
+def test_a_module_of_the_last_layer_alone() -> None:
+    assert lacks(without("model.layers.4.mlp.up_proj"), CONFIG) == [
+        "model.layers.4.mlp.up_proj.weight, which 4 other layers have"
+    ]
+    by_design = without("model.layers.4.mlp")  # the last block of SD3 has no part for the text behind its attention
+    assert lacks(by_design, CONFIG) == []
+    tower = [f"vision_tower.layers.{i}.{part}" for i in range(5) for part in INNER][:-1]  # whose last norm nobody reads
+    assert lacks(tower, {"vision_config": {"num_hidden_layers": 5}}) == []
+
+
+def layers_without(missing: Mapping[int, str], n_layers: int = 32) -> list[str]:
+    names = [f"model.layers.{i}.{part}.weight" for i in range(n_layers) for part in INNER]
+    return [name for name in names if name not in {f"model.layers.{i}.{part}.weight" for i, part in missing.items()}]
+
+
+def test_the_same_tensor_of_two_layers_of_many() -> None:
+    config: dict[str, Any] = {"num_hidden_layers": 32}
+    for places in ((4, 13), (9, 10), (13, 31)):
+        assert lacks(layers_without(dict.fromkeys(places, "mlp.up_proj")), config) == [
+            f"model.layers.{i}.mlp.up_proj.weight, which 30 other layers have" for i in places
+        ]
+    assert len(lacks(layers_without(dict.fromkeys((4, 13, 20), "mlp.up_proj")), config)) == 3
+
+
+@pytest.mark.parametrize(
+    ("places", "stated"),
+    [
+        ((0, 1), {}),
+        ((30, 31), {}),
+        ((0, 31), {}),
+        ((7, 15, 23, 31), {}),
+        ((4, 13), {"layer_types": ["full" if i in (4, 13) else "sliding" for i in range(32)]}),
+        ((4, 13), {"no_rope_layers": [4, 13]}),
+        ((2, 4, 6, 13, 20), {}),
+    ],
+    ids=["first", "last", "ends", "every eighth", "kinds", "numbers", "many"],
+)
+def test_layers_without_a_tensor_by_design(places: tuple[int, ...], stated: dict[str, Any]) -> None:
+    """By their position, or by what config.json says of them; and if they are many, they are a kind of their own."""
+    assert lacks(layers_without(dict.fromkeys(places, "mlp.up_proj")), {"num_hidden_layers": 32, **stated}) == []
+
+
+def test_two_layers_of_a_kind_that_config_json_states() -> None:
+    """A layer of another kind elsewhere does not hide that these lack what others of their kind have."""
+    kinds = ["full" if i % 6 == 5 else "sliding" for i in range(32)]
+    norms = [f"model.layers.{i}.self_attn.q_norm.weight" for i in range(32) if kinds[i] == "full"]
+    damaged = [*layers_without({4: "mlp.up_proj", 13: "mlp.up_proj"}), *norms]
+    assert [line.split(",")[0] for line in lacks(damaged, {"num_hidden_layers": 32, "layer_types": kinds})] == [
+        "model.layers.4.mlp.up_proj.weight",
+        "model.layers.13.mlp.up_proj.weight",
+    ]
 
 
 def test_blocks_of_convolutions_have_numbers_without_tensors() -> None:

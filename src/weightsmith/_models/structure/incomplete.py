@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 from weightsmith._models.structure.configs import text_sections, whole_number
 from weightsmith._models.structure.model import Structure
-from weightsmith._models.structure.stacks import Stack
+from weightsmith._models.structure.resize import follows, stated_kinds
+from weightsmith._models.structure.stacks import TOWERS, Stack
 from weightsmith._models.structure.vocabulary import names_embedding, names_head, tie_flag
 
 _MANY_KINDS = 64
 """With more kinds of layers, nothing is compared: models have a handful, and comparing every pair is quadratic."""
+
+_ONE_OF = 8
+"""Layers that are alike may lack something if they are one of so many, or fewer. A quarter of Jamba's layers, and an eighth of
+other hybrids', are of another kind."""
 
 _LANGUAGE = ("ForCausalLM", "ForConditionalGeneration")
 _OF_DRAFTS = ("fc.", "eh_proj.", "enorm.", "hnorm.", "model.fc.")
@@ -31,8 +37,12 @@ _PRE_NORM = "input_layernorm.weight"
 def seems_to_lack(structure: Structure, names: Iterable[str], config: Mapping[str, Any] | None) -> Iterator[str]:
     """What a model seems to lack, each as the end of a sentence that begins with the model and "has no".
 
-    A layer is compared with a kind that at least two layers share. Differences by design are ignored: in the first and the last
-    layer (ModernBERT has no first norm), in models that describe each layer (`block_configs`), and in the number of experts.
+    A layer is compared with a kind that more layers share. Differences by design are ignored:
+
+    * in the first layer (ModernBERT has no first norm), and in the last one, unless it lacks one module of a language model
+    * of layers that are alike, unless these are few and neither config.json nor their positions tell them apart
+    * in models that describe each layer (`block_configs`), and in the number of experts
+
     Draft models need no head, nor do models saved from the base class (`layers.` instead of `model.layers.`).
 
     >>> from weightsmith._base.tensors import DTYPES, TensorSpec
@@ -49,7 +59,8 @@ def seems_to_lack(structure: Structure, names: Iterable[str], config: Mapping[st
     for stack in structure.stacks:
         # Layers that are all alike lack nothing; most models end here, and no name is looked at.
         if stack.config_path is not None and len(set(structure.signatures[stack.prefix])) > 1:
-            yield from _of_layers(stack.prefix, _suffixes(structure, stack, names))
+            layers = _suffixes(structure, stack, names)
+            yield from _of_layers(stack, layers, cache(partial(stated_kinds, config, structure, stack)))
     main, classes = structure.main, config.get("architectures")
     if main is None or not isinstance(classes, list) or not any(str(one).endswith(_LANGUAGE) for one in classes):
         return
@@ -70,18 +81,36 @@ def _suffixes(structure: Structure, stack: Stack, names: Iterable[str]) -> list[
     return [frozenset(layer) for layer in layers]
 
 
-def _of_layers(prefix: str, layers: Sequence[frozenset[str]]) -> Iterator[str]:
-    kinds = Counter(layers)
+def _of_layers(stack: Stack, layers: Sequence[frozenset[str]], stated: Callable[[], Sequence[Hashable]]) -> Iterator[str]:
+    """What single layers lack. stated: gives what config.json says of each."""
+    kinds, prefix, last = Counter(layers), stack.prefix, len(layers) - 1
     if len(kinds) > _MANY_KINDS:
         return
     few_are_empty = 4 * sum(not layer for layer in layers) <= len(layers)  # in blocks of convolutions every other one is
+    damaged = {kind for kind, count in kinds.items() if count == 1 or _is_irregular(kind, layers, stated)}
     for i, layer in enumerate(layers):
-        larger = [kind for kind, count in kinds.items() if count > 1 and layer < kind]
+        larger = [kind for kind, count in kinds.items() if count > max(1, kinds[layer]) and layer < kind]
         if not layer and larger and few_are_empty:
             yield f"layer {i} under {prefix}, of {len(layers)}"
-        elif larger and kinds[layer] == 1 and 0 < i < len(layers) - 1:
-            for suffix in sorted(_without_more_experts(min(larger, key=len) - layer, layer)):
+        elif larger and layer in damaged and i > 0:
+            missing = sorted(_without_more_experts(min(larger, key=len) - layer, layer))
+            if i == last and kinds[layer] == 1 and (stack.kind in TOWERS or not _of_one_module(missing)):
+                continue
+            for suffix in missing:
                 yield f"{prefix}{i}.{suffix}, which {sum(suffix in other for other in layers)} other layers have"
+
+
+def _of_one_module(suffixes: Iterable[str]) -> bool:
+    return len({suffix.rpartition(".")[0] for suffix in suffixes}) == 1
+
+
+def _is_irregular(kind: frozenset[str], layers: Sequence[frozenset[str]], stated: Callable[[], Sequence[Hashable]]) -> bool:
+    """Whether layers of a kind are so few, and in such places, that no design seems to be behind it."""
+    places = [i for i, layer in enumerate(layers) if layer == kind]
+    at_an_end = places[-1] - places[0] == len(places) - 1 and not {0, len(layers) - 1}.isdisjoint(places)
+    if _ONE_OF * len(places) > len(layers) or at_an_end:
+        return False
+    return not follows([layer == kind for layer in layers], stated())
 
 
 _EXPERT = re.compile(r"experts\.(\d{1,9})\.")

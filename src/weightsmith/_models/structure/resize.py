@@ -7,8 +7,10 @@ must imply at each position the kind of layer that is placed there.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from weightsmith._base.errors import LayerError, UnknownName, nearest
@@ -29,6 +31,9 @@ from weightsmith._models.structure.perlayer import (
     rules_for,
 )
 from weightsmith._models.structure.stacks import INDEX, TOWERS, Stack, find_counts, is_count_key, multiples, words
+
+Place = Callable[[int, int], Hashable]
+"""What counts of the position of a layer, given that and the number of layers."""
 
 Explained = list[tuple[Hashable, ...]]
 """Kinds of the old layers, one tuple per list or number of the config that distinguishes layers."""
@@ -70,6 +75,31 @@ def resize_config(
             raise _immovable(f"the layers of {prefix} have different widths, so they cannot be dropped, repeated or moved")
         notes += _Resize(config, new, structure, stack, remap).run()
     return new, tuple(dict.fromkeys(notes))
+
+
+def stated_kinds(config: Mapping[str, Any], structure: Structure, stack: Stack) -> list[Hashable]:
+    """What lists and numbers of config.json say of each layer of a stack; equal for layers of which they say the same."""
+    unmoved = Remap(tuple(range(stack.n_layers)), stack.n_layers, _extra_counts(config, stack))
+    resize = _Resize(config, copy.deepcopy(dict(config)), structure, stack, unmoved)
+    with contextlib.suppress(LayerError):  # of a config that contradicts itself
+        resize.move_settings()
+    return resize.stated()
+
+
+def follows(kinds: Sequence[Hashable], stated: Sequence[Hashable]) -> bool:
+    """Whether the kinds of layers follow from what config.json states (`stated_kinds`), or from their positions alone."""
+    unsaid = [()] * len(kinds)
+    return any(_expected(kinds, stated, place) is not None for place in _PLACES) or any(
+        _expected(kinds, unsaid, place) is not None for place in _remainders(len(kinds))
+    )
+
+
+def _expected(kinds: Sequence[Hashable], stated: Sequence[Hashable], place: Place) -> dict[Hashable, Hashable] | None:
+    """The kind for each (what is stated, place); None if layers with the same are of different kinds."""
+    expected: dict[Hashable, Hashable] = {}
+    keys = [(said, place(i, len(kinds))) for i, said in enumerate(stated)]
+    same = all(expected.setdefault(key, kind) == kind for key, kind in zip(keys, kinds, strict=True))
+    return expected if same else None
 
 
 def _immovable(what: str) -> LayerError:
@@ -182,15 +212,7 @@ class _Resize:
         }
 
     def run(self) -> list[str]:
-        for path in dict.fromkeys(path[:-1] for path in self.stack.config_paths):
-            old, new = section_at(self.old, path), section_at(self.new, path)
-            self._walk(old, new, path)
-            for rule in rules_for({key: value for key, value in old.items() if self._is_mine(key, path)}):
-                kinds = rule.kinds(old, self.remap.n_old)
-                self.explained.append(kinds)
-                if note := rule.move(old, new, self.remap, tuple(kinds[i] for i in self.remap.source)):
-                    self.notes.append(note)
-            self._note_window(old)
+        self.move_settings()
         for path in self.stack.config_paths:
             home = section_at(self.new, path[:-1])
             if not isinstance(home[path[-1]], int):
@@ -201,6 +223,22 @@ class _Resize:
         self._move_multiples()
         self._check_tensors()
         return self.notes
+
+    def move_settings(self) -> None:
+        """Move what describes single layers: lists, maps and numbers."""
+        for path in dict.fromkeys(path[:-1] for path in self.stack.config_paths):
+            old, new = section_at(self.old, path), section_at(self.new, path)
+            self._walk(old, new, path)
+            for rule in rules_for({key: value for key, value in old.items() if self._is_mine(key, path)}):
+                kinds = rule.kinds(old, self.remap.n_old)
+                self.explained.append(kinds)
+                if note := rule.move(old, new, self.remap, tuple(kinds[i] for i in self.remap.source)):
+                    self.notes.append(note)
+            self._note_window(old)
+
+    def stated(self) -> list[Hashable]:
+        """What the settings that were moved say of each old layer."""
+        return list(zip(*self.explained, strict=True)) if self.explained else [()] * self.remap.n_old
 
     def _move_multiples(self) -> None:
         """Set the keys that count the parts of layers. A stale one would decide the depth, if the model class reads it last."""
@@ -320,15 +358,13 @@ class _Resize:
         signature = self.structure.signatures.get(self.stack.prefix, ())
         if len(set(signature)) < 2:
             return
-        said = list(zip(*self.explained, strict=True)) if self.explained else [()] * self.remap.n_old
-        for place in _PLACES + tuple(_remainder(p) for p in range(2, min(9, self.remap.n_old // 2 + 1))):
-            expected: dict[Hashable, int] = {}
-            keys = [(said[i], place(i, self.remap.n_old)) for i in range(self.remap.n_old)]
-            if any(expected.setdefault(key, signature[i]) != signature[i] for i, key in enumerate(keys)):
+        said = self.stated()
+        for place in (*_PLACES, *_remainders(self.remap.n_old)):
+            expected = _expected(signature, said, place)
+            if expected is None:
                 continue
             for new, old in enumerate(self.remap.source):
-                key = (said[old], place(new, self.remap.n_new))
-                if expected.get(key) != signature[old]:  # what is built there, or not known
+                if expected.get((said[old], place(new, self.remap.n_new))) != signature[old]:  # what is built, or not known
                     raise self._misplaced(new, old)
             return
         # Classes may count from either end. If the last two layers are alike, it probably counts from the first.
@@ -358,7 +394,7 @@ def _written_out(types: Sequence[Any], n_layers: int) -> list[Any]:
     return listed if len(listed) == n_layers else []
 
 
-_PLACES: tuple[Callable[[int, int], Hashable], ...] = (
+_PLACES: tuple[Place, ...] = (
     lambda i, n: None,
     lambda i, n: i == 0,
     lambda i, n: i == n - 1,
@@ -366,5 +402,10 @@ _PLACES: tuple[Callable[[int, int], Hashable], ...] = (
 )
 
 
-def _remainder(period: int) -> Callable[[int, int], Hashable]:
-    return lambda i, n: i % period
+def _remainders(n_layers: int) -> list[Place]:
+    """Remainders modulo a small number."""
+    return [partial(_remainder, period) for period in range(2, min(9, n_layers // 2 + 1))]
+
+
+def _remainder(period: int, i: int, _n: int) -> Hashable:
+    return i % period

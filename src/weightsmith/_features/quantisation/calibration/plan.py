@@ -25,6 +25,7 @@ from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.formats import Encoding, find_cache, find_encoding
 from weightsmith._models.formats.engines import find_engine
 from weightsmith._models.structure.vocabulary import is_embedding
+from weightsmith._planning.planner.encode import encodable
 from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._plans import COPY, PLAIN, PRODUCTS, FollowUp, PlanDraft, Product, Read, Step
 from weightsmith.abc.stored import CacheEncoding
@@ -59,7 +60,7 @@ def measure_activations(
 
         decoder_of(chain.base)  # refuses what transformers cannot build
     if calibrates:
-        calibrate(chain, draft, cache=cache)
+        calibrate(chain, draft, cache=cache, storable=frozenset(encodable(plain.draft, encoding.name)))
     else:
         add_scales(chain, draft, encoding, cache)
     if cache is not None:
@@ -79,13 +80,16 @@ def check_cache(chain: Chain) -> None:
         raise PlanError([Unsupported(what, where=f"{base.label} ({show(base.config.get('model_type'))})", fix=fix)])
 
 
-def calibrate(chain: Chain, draft: PlanDraft, prefix: str = "", *, cache: CacheEncoding | None = None) -> None:
+def calibrate(
+    chain: Chain, draft: PlanDraft, prefix: str = "", *, cache: CacheEncoding | None = None, storable: Collection[str] = ()
+) -> None:
     """Quantise the weights of a quantised draft layer by layer for what enters them, instead of rounding them to nearest.
 
-    chain   of the steps before they were quantised
-    draft   every weight is in an encoding that takes a Hessian. An embedding is rounded to nearest: tokens enter it
-    prefix  of names in the draft that those steps do not have
-    cache   how keys and values are stored; None: they get no scales
+    chain     of the steps before they were quantised
+    draft     weights in an encoding that takes a Hessian are calibrated, but for an embedding: tokens enter it
+    prefix    of names in the draft that those steps do not have
+    cache     how keys and values are stored; None: they get no scales
+    storable  names of the weights that could be in one encoding
     """
     calibrated = [step for step in draft.steps if find_encoding(step.encoding).hessian != "no" and not is_embedding(step.out)]
     encoded = {step.out.name.removeprefix(prefix): step for step in calibrated}
@@ -93,6 +97,7 @@ def calibrate(chain: Chain, draft: PlanDraft, prefix: str = "", *, cache: CacheE
     products = [chain.text_rows, states]
     inside: set[str] = set()
     scaled: set[str] = set()
+    could: set[str] = set()
     changed: dict[str, str] = {}
     scales = [name for name, step in encoded.items() if chain.awq_scales and find_encoding(step.encoding).scaled]
     rounded = {step.out.name.removeprefix(prefix) for step in draft.steps if step.encoding != PLAIN} - encoded.keys()
@@ -101,7 +106,9 @@ def calibrate(chain: Chain, draft: PlanDraft, prefix: str = "", *, cache: CacheE
     for layer in range(chain.layers):
         of_layer = {name: encoded[name] for name in chain.names(layer) if name in encoded}
         inside.update(of_layer)
-        features, plain = chain.features(layer, of_layer, rounded) if scales else ((), {})
+        scalable = chain.scalable(layer) if scales else []
+        features, plain = chain.features(layer, scalable, of_layer, rounded)
+        could |= chain.scaled_alike(layer, scalable, storable, encoded[scales[0]].encoding) if scalable else set()
         changed |= plain
         scaled |= scaled_weights(features)
         quantised = chain.quantised(f"layer {layer}", layer, states, of_layer, features, plain)
@@ -121,11 +128,13 @@ def calibrate(chain: Chain, draft: PlanDraft, prefix: str = "", *, cache: CacheE
         copies = [Step(out, COPY, (Read(PRODUCTS, out.name),)) for out in step.outs]
         is_copied = step in calibrated or step.out.name.removeprefix(prefix) in changed
         steps += copies if is_copied else [step]
-    if unscaled := [name for name in scales if name in inside and name not in scaled]:
-        what = (
-            f"{len(unscaled):,} of {len(scales):,} weights get no AWQ scales: no way to scale their inputs is known to be exact"
-        )
-        draft.warn(what, unscaled[0])
+    unscaled = inside - scaled
+    for some, why, fix in (
+        (unscaled & could, "weights in other formats make their inputs, or share them", "give these the same type"),
+        (unscaled - could, "no way to scale their inputs is known to be exact", ""),
+    ):
+        if names := [name for name in scales if name in some]:
+            draft.warn(f"{len(names):,} of {len(scales):,} weights get no AWQ scales: {why}", names[0], fix)
     draft.steps = with_scales(steps, products)
     chain.add_to(draft, products)
 
@@ -205,17 +214,27 @@ class Chain(TextRun):
         dataset = source if source == BUILT_IN else PurePath(source).name
         return {"rows": self.text.rows, "length": self.text.tokens, "dataset": dataset}
 
+    def scalable(self, layer: int) -> list[Features]:
+        """The features of a layer that can be scaled."""
+        return self._decoder.scalable(layer, self._shapes)
+
     def features(
-        self, layer: int, encoded: Mapping[str, Step], rounded: Collection[str]
+        self, layer: int, scalable: Sequence[Features], encoded: Mapping[str, Step], rounded: Collection[str]
     ) -> tuple[tuple[Features, ...], dict[str, str]]:
         """The input features of quantised weights of a layer that get scales: `chosen_features`.
 
-        encoded  steps of the calibrated weights
-        rounded  names of weights that are quantised as they are, so that none of their inputs is scaled
+        scalable  features of the layer
+        encoded   steps of the calibrated weights
+        rounded   names of weights that are quantised as they are, so that none of their inputs is scaled
         """
         specs = {step.out.name: step.out for step in self.steps(layer) if step.out.name not in rounded}
-        weights = {weight: step.encoding for weight, step in encoded.items()}
-        return chosen_features(self._decoder.scalable(layer, self._shapes), weights, specs)
+        return chosen_features(scalable, {weight: step.encoding for weight, step in encoded.items()}, specs)
+
+    def scaled_alike(self, layer: int, scalable: Sequence[Features], weights: Collection[str], encoding: str) -> set[str]:
+        """The weights of a layer whose input features would get scales if all these weights were in one encoding."""
+        specs = {step.out.name: step.out for step in self.steps(layer)}
+        features, _ = chosen_features(scalable, {name: encoding for name in specs if name in weights}, specs)
+        return scaled_weights(features)
 
     @cached_property
     def _decoder(self) -> Decoder:
