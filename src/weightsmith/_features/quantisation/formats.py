@@ -580,11 +580,17 @@ def _files(settings: QuantizeSettings) -> list[Path]:
     return [expand_user(name) for name in (calibration, settings.measurement, settings.imatrix) if name is not None]
 
 
+def _is_decoded(prepared: Prepared, read: Read) -> bool:
+    """Whether a tensor is, or may be, decoded from codes."""
+    in_file = _stored_as(prepared, read)
+    return in_file is None or any(part.dtype.block > 1 for part in in_file.parts)
+
+
 def _decoded(prepared: Prepared, name: str) -> list[Finding]:
     """Which models are quantised already, and are decoded."""
     draft = prepared.draft
     steps = [*draft.steps, *(step for product in draft.products for step in product.steps)]
-    read = {read.model for step in steps for read in step.reads}
+    read = {read.model for step in steps for read in step.reads if read.model >= 0 and _is_decoded(prepared, read)}
     return [
         Finding(f"it is quantised already ({model.decoded}): its weights are dequantised, then stored as {name}", model.ref)
         for number, model in enumerate(prepared.inputs)

@@ -72,7 +72,7 @@ def test_every_family_is_copied_byte_by_byte(name: str, tmp_path: Path, tokenize
     (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
     first = quantize(source, tmp_path / "q", "q8_0")
     result = weightsmith.quantize(first, tmp_path / "c", "gguf-copy", progress=False)
-    second = result.path / "model.gguf"
+    second = tmp_path / "c" / "model.gguf"
     assert stored(second) == stored(first)
     assert not encoded(result.plan)
     assert not [str(warning) for warning in result.warnings if "quantised already" in str(warning)]

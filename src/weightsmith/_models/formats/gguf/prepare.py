@@ -36,8 +36,17 @@ from weightsmith._models.formats.gguf.mmproj import TOKENIZER, UNUSED, ImageFile
 from weightsmith._models.formats.gguf.pooling import MODULES, Pooling, pooling_of, score_head, unstated, with_template
 from weightsmith._models.formats.gguf.tokenizer.chat import NAMED_TEMPLATE
 from weightsmith._models.formats.gguf.tokenizer.files import READ
-from weightsmith._models.formats.gguf.types import COPY as COPY_TYPES
-from weightsmith._models.formats.gguf.types import MIXTURES, Chosen, Mixture, Shape, file_type, fitting, read_types, type_of
+from weightsmith._models.formats.gguf.types import (
+    COPIED,
+    MIXTURES,
+    Chosen,
+    Mixture,
+    Shape,
+    file_type,
+    fitting,
+    read_types,
+    type_of,
+)
 from weightsmith._models.formats.gguf.verbatim import copied, find_copied
 from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PLAIN, PREFIX, TYPES, GgufEncoding, find, libgguf
 from weightsmith._models.structure.projections import joined_sets
@@ -98,7 +107,7 @@ class GgufFormat(ModelFormat):
         about = f"{bits:g} bits a weight" if mixture.default == mixture.name else f"{bits:g}+ bits a weight"
         self.mixture = mixture
         self.name = f"gguf-{mixture.name.lower()}"
-        self.summary = f"one GGUF file, {'tensors of GGUF inputs keep their types' if mixture.name == COPY_TYPES else about}"
+        self.summary = f"one GGUF file, {'tensors of GGUF inputs keep their types' if mixture.name == COPIED.name else about}"
         if mixture.name in DIFFUSION_MIXTURES:
             self.readers += ", ComfyUI-GGUF"
         self.measures = mixture.default not in ("F32", "F16", "BF16", "Q8_0", _FACTORED)
@@ -179,7 +188,7 @@ class GgufFormat(ModelFormat):
         return "" if place is None else place.name
 
 
-FORMATS = tuple(map(GgufFormat, MIXTURES))
+FORMATS = tuple(map(GgufFormat, (*MIXTURES, COPIED)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +238,7 @@ def _prepare(
         what = f"llama.cpp does not multiply weights of the architecture {model.architecture.name} by the factors of NVFP4"
         raise Unsupported(what, where="config.json", fix="choose another format, such as gguf-q4_k_m")
     whole = list(draft.steps)
-    keys, factors = model.architecture.keys(model.settings, max(0, model.mixture.number))
+    keys, factors = model.architecture.keys(model.settings, model.mixture.number)
     keys |= _numbers_in_keys(model, draft, companions)
     pooling = pooling_of(companions.read((MODULES, *READ)), model.architecture.name, companions.donor)
     behind = [_Stored(step, [replace(step.out, name=pooling.dense[step.out.name])]) for step in _taken(draft, pooling.dense)]
@@ -241,7 +250,7 @@ def _prepare(
     model.architecture.check_sizes(model.config, keys, shapes)
     stored = [replace(tensor, in_file=_in_file(tensor.step, companions)) for tensor in stored]
     types = _types(model, stored, _shape(model, stored, keys, weighted=bool(importances)))
-    if model.mixture.name == COPY_TYPES:
+    if model.mixture.name == COPIED.name:
         keys |= _file_type(stored, types)
     complete, defaults = _complete(importances, stored)
     steps, problems = list[Step](), _unmatched(model, stored)
@@ -337,7 +346,7 @@ def _types(model: _Model, stored: Sequence[_Stored], shape: Shape) -> list[list[
     """The types of each tensor, or of its parts. Raises Unsupported if libgguf is missing and needed."""
     from weightsmith._kernels.ggml import ENCODED
 
-    if model.mixture.name == COPY_TYPES and not any(tensor.in_file for tensor in stored):
+    if model.mixture.name == COPIED.name and not any(tensor.in_file for tensor in stored):
         what = "none of the inputs is a GGUF file, whose types the output would have"
         raise Unsupported(what, fix=f"choose the types, such as {PREFIX}q4_k_m")
     types = [[_type(model, tensor, i, shape) for i in range(len(tensor.specs))] for tensor in stored]
@@ -363,7 +372,7 @@ def _types(model: _Model, stored: Sequence[_Stored], shape: Shape) -> list[list[
 def _type(model: _Model, stored: _Stored, part: int, shape: Shape) -> str:
     """The type of a tensor, or of one of its parts. Layers that predict have no importances, for no forward pass runs them."""
     spec, mixture, in_file = stored.specs[part], model.mixture, stored.in_file
-    if mixture.name == COPY_TYPES:
+    if mixture.name == COPIED.name:
         kind = stored.step.out.dtype.name
         if in_file is not None and len(in_file.parts) >= len(stored.specs):
             kind = in_file.parts[part].dtype.name
@@ -445,7 +454,7 @@ def _fallen_back(model: _Model, steps: Sequence[Step]) -> list[Finding]:
 
 def _encoded_again(model: _Model, steps: Sequence[Step]) -> list[Finding]:
     """Tensors of blocks that are not copied, in a file whose types are those of the inputs."""
-    if model.mixture.name != COPY_TYPES:
+    if model.mixture.name != COPIED.name:
         return []
     blocks = [step for step in steps if any(out.dtype.block > 1 for out in step.stored)]
     encoded = [step for step in blocks if find_copied(step.encoding) is None]
@@ -766,7 +775,7 @@ def _importances(importances: Importances, spec: TensorSpec, kind: str, mixture:
     if values is None and _must_be_weighted(kind, mixture) and not ends:
         what = f"it would be stored as {kind}, which gives garbage without importances"
         fix = "write --calibration built-in, give an importance matrix that has this tensor (--imatrix FILE), or use more bits"
-        if mixture.name == COPY_TYPES:
+        if mixture.name == COPIED.name:
             fix = f"choose another type for it with {named('tensor_types')}"
         raise Unsupported(what, where=spec.name, fix=fix)
     return values

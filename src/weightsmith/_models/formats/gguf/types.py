@@ -23,17 +23,14 @@ class Mixture:
     """A mixture of types, as llama.cpp calls it.
 
     name     Q4_K_M
-    number   llama.cpp's, in general.file_type; -1: that of the type that most matrices have
-    default  the type of what no rule names; of `COPY`, of what no GGUF file has
+    number   llama.cpp's, in general.file_type
+    default  the type of what no rule names
     """
 
     name: str
     number: int
     default: str
 
-
-COPY = "COPY"
-"""The mixture, as llama.cpp calls it, of tensors in the types that they have."""
 
 MIXTURES = tuple(
     Mixture(*mixture)
@@ -68,9 +65,10 @@ MIXTURES = tuple(
         ("IQ2_S", 28, "IQ2_XS"),
         ("IQ2_XS", 20, "IQ2_XS"),
         ("IQ2_XXS", 19, "IQ2_XXS"),
-        (COPY, -1, "BF16"),
     )
 )
+COPIED = Mixture("COPY", 0, "BF16")
+"""As llama.cpp calls it: the types of the inputs. The default is for what no GGUF file has; `file_type` gives the number."""
 
 _FALLBACK = {
     **dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS"), "IQ4_NL"),
@@ -173,7 +171,7 @@ def type_of(mixture: Mixture, spec: TensorSpec, shape: Shape, chosen: Chosen = (
         ruled = "MXFP4" if several else "Q8_0"
     elif mixture.name == "NVFP4":  # as NVIDIA's checkpoints have it: the embedding and the head have more bits
         ruled = "NVFP4" if _LAYER.match(name) else "Q8_0"
-    elif mixture.name == COPY:
+    elif mixture.name == COPIED.name:
         ruled = mixture.default
     else:
         ruled = _by_rule(mixture.name, mixture.default, name, spec.shape[-1], shape)
@@ -187,7 +185,7 @@ def file_type(types: Iterable[str]) -> int | None:
     (15, None)
     """
     most = Counter(types).most_common(1)
-    alike = [mixture for mixture in MIXTURES if most and mixture.default == most[0][0] and mixture.number >= 0]
+    alike = [mixture for mixture in MIXTURES if most and mixture.default == most[0][0]]
     best = [mixture for mixture in alike if mixture.name.endswith("_M")] or alike
     return best[0].number if best else None
 
