@@ -97,7 +97,7 @@ GRANITE_4 = {
     "mamba_d_state": 4,
     "mamba_n_groups": 1,
 }
-MAMBA, FULL = "linear_attention", "full_attention"
+MAMBA, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
 NEMOTRON_H = {name: value for name, value in HEADS.items() if name != "num_hidden_layers"} | {
     "mamba_num_heads": 4,
     "mamba_head_dim": 16,
@@ -260,6 +260,12 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         | {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5},
     ),
     "hy-v3": ("HYV3ForCausalLM", "HYV3Config", {**MOE, "num_hidden_layers": 3, "num_experts": 8, "num_shared_experts": 2}),
+    "mellum": (
+        "MellumForCausalLM",
+        "MellumConfig",
+        {**MOE, "num_hidden_layers": 5, "sliding_window": 8, "layer_types": [FULL, SLIDING, SLIDING, FULL, SLIDING]}
+        | {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in (FULL, SLIDING)}},
+    ),
     "minimax-m2": (
         "MiniMaxM2ForCausalLM",
         "MiniMaxM2Config",

@@ -251,6 +251,7 @@ FAMILIES = {
     "solar-open": "GLM4_MOE",
     "minimax-m2": "MINIMAXM2",
     "hy-v3": "",
+    "mellum": "",
     "afmoe": "AFMOE",
     "exaone-moe": "EXAONE_MOE",
     "hunyuan-moe": "HUNYUAN_MOE",

@@ -26,6 +26,8 @@ from weightsmith._models.formats.gguf.tokenizer import files
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
 
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+
 MIMO = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.5] * 4, "long_factor": [1.5] * 4} | {
@@ -109,6 +111,20 @@ def written(name: str, folder: Path, **changes: Any) -> Path:
         ("hy-v3", {"attention_bias": True}, "attention_bias is True, and llama.cpp takes False for granted"),
         ("hy-v3", {"num_shared_experts": 0}, "num_shared_experts is 0, not a positive whole number"),
         ("hy-v3", {"num_shared_experts": 1}, r"num_shared_experts \* moe_intermediate_size is 16 in config.json"),
+        ("mellum", {"norm_topk_prob": False}, "norm_topk_prob is False, and llama.cpp takes True for granted"),
+        ("mellum", {"tie_word_embeddings": True}, "tie_word_embeddings is True, and llama.cpp takes False for granted"),
+        ("mellum", {"mlp_layer_types": ["dense", *["sparse"] * 4]}, r"mlp_layer_types is \['dense', 'sparse'"),
+        ("mellum", {"sliding_window": None}, "sliding_window is missing"),
+        (
+            "mellum",
+            {"rope_parameters": "absent"},
+            "rope_theta of sliding_attention is 10000.0, and llama.cpp takes 500000.0 for granted",
+        ),
+        (
+            "mellum",
+            {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), YARN)},
+            "rope_type of sliding_attention is 'yarn', and llama.cpp takes 'default' for granted",
+        ),
         ("dbrx", {"ffn_config": {**FFN, "moe_normalize_expert_weights": None}}, "moe_normalize_expert_weights is 'none', and"),
         ("dbrx", {"ffn_config": {**FFN, "ffn_act_fn": {"name": "gelu"}}}, "hidden_act is 'gelu', and llama.cpp takes 'silu'"),
     ],
@@ -292,6 +308,7 @@ MIXED = ["full_attention", "sliding_attention", "sliding_attention", "full_atten
         ("glm-dsa", {"indexer_types": ["full", "full", "shared"], "n_routed_experts": 8, "n_group": 2}),
         ("solar-open", {"attention_bias": True, "rope_parameters": YARN}),
         ("hy-v3", {"mlp_layer_types": ["sparse", "dense", "sparse"], "rope_parameters": YARN}),
+        ("mellum", {"rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN}}),
         ("mimo2", {"layer_types": MIXED[::-1] + MIXED[:2], "mlp_layer_types": ["sparse", "dense"] * 3 + ["sparse"]}),
     ],
 )

@@ -118,6 +118,16 @@ def take_scaling(values: GgufValues, config: Mapping[str, Any], factors: Mapping
     raise Unsupported(f"RoPE scaling of the type {show(kind)}", where=values.where, fix=USE_ORIGINAL)
 
 
+def state_by_kind(config: dict[str, Any], local_base: float) -> None:
+    """Move the settings of RoPE in config.json to `rope_parameters`, of layers that attend to everything and those that slide.
+
+    local_base  of layers that slide, whose frequencies are not scaled
+    """
+    full = {"rope_type": "default", "rope_theta": config.pop("rope_theta"), **config.pop("rope_scaling", {})}
+    local = {"rope_type": "default", "rope_theta": local_base}
+    config["rope_parameters"] = {"full_attention": full, "sliding_attention": local}
+
+
 def _take_quotients(config: Mapping[str, Any], quotients: Floats, where: str) -> dict[str, Any]:
     """The settings of Llama 3's scaling, from the quotients that follow from them."""
     head_dim = config["head_dim"]
