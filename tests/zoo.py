@@ -245,6 +245,12 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**GEMMA4, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
         | {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
     ),
+    "gemma3n": (
+        "Gemma3nForCausalLM",
+        "Gemma3nTextConfig",
+        {**HEADS, "num_hidden_layers": 22, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 256, "laurel_rank": 64}
+        | {"vocab_size_per_layer_input": 60, "sliding_window": 8, "activation_sparsity_pattern": [0.95] * 10 + [0.0] * 12},
+    ),
     "dots1": (
         "Dots1ForCausalLM",
         "Dots1Config",
@@ -260,6 +266,13 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         | {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5},
     ),
     "hy-v3": ("HYV3ForCausalLM", "HYV3Config", {**MOE, "num_hidden_layers": 3, "num_experts": 8, "num_shared_experts": 2}),
+    "cohere2-moe": (
+        "Cohere2MoeForCausalLM",
+        "Cohere2MoeConfig",
+        {**HEADS, "num_hidden_layers": 5, "sliding_window": 8, "layer_types": [FULL, SLIDING, SLIDING, FULL, SLIDING]}
+        | {"intermediate_size": 16, "prefix_dense_intermediate_size": 48, "mlp_layer_types": ["dense", *["sparse"] * 4]}
+        | {"num_experts": 4, "num_shared_experts": 2},
+    ),
     "mellum": (
         "MellumForCausalLM",
         "MellumConfig",

@@ -9,12 +9,13 @@ transformers 5 joins the experts of these models on loading and splits them on s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from weightsmith._base.errors import FormatError
 from weightsmith._base.files import show
+from weightsmith._base.tensors import TensorSpec
 from weightsmith._models.sources.parts import PartTensors, TensorPart
 from weightsmith._models.structure.projections import MIXTRAL
 from weightsmith.abc.stored import Specs
@@ -31,17 +32,51 @@ class _Family:
 
     projections  gate, up and down of an expert
     renamed      ends of other names: in memory → in files
-    parent       of the experts: in memory, in files
+    parent       of the experts: in memory, in files. Layers without experts keep the name that it has in memory
+    begins       beginnings of names: in memory → in files; the first that fits counts
+    split        ends of names in memory → ends of their equal parts, by rows, in files
     """
 
     projections: tuple[str, ...] = _USUAL
     renamed: Mapping[str, str] = field(default_factory=dict)
     parent: tuple[str, str] = ("mlp", "mlp")
+    begins: Mapping[str, str] = field(default_factory=dict)
+    split: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 _QWEN = _Family()
 _MIXTRAL = _Family(_OF_MIXTRAL, parent=("mlp", "block_sparse_moe"))
 _BIAS = "e_score_correction_bias"
+_COMPRESSOR = {"position_bias": "ape", "kv_proj.weight": "wkv.weight", "gate_proj.weight": "wgate.weight"}
+_COMPRESSOR |= {"kv_norm.weight": "norm.weight"}
+_DEEPSEEK_V4 = _Family(
+    _OF_MIXTRAL,
+    {
+        **{"input_layernorm.weight": "attn_norm.weight", "post_attention_layernorm.weight": "ffn_norm.weight"},
+        **{f"{part}_hc.{name}": f"hc_{part}_{name}" for part in ("attn", "ffn") for name in ("fn", "base", "scale")},
+        **{"self_attn.sinks": "attn.attn_sink", "self_attn.q_a_norm.weight": "attn.q_norm.weight"},
+        **{"self_attn.kv_norm.weight": "attn.kv_norm.weight", "self_attn.kv_proj.weight": "attn.wkv.weight"},
+        **{f"self_attn.{part}_proj.weight": f"attn.w{part}.weight" for part in ("q_a", "q_b", "o_a", "o_b")},
+        **{f"self_attn.compressor.{name}": f"attn.compressor.{stored}" for name, stored in _COMPRESSOR.items()},
+        **{f"self_attn.compressor.indexer.{name}": f"attn.indexer.compressor.{end}" for name, end in _COMPRESSOR.items()},
+        "self_attn.compressor.indexer.q_b_proj.weight": "attn.indexer.wq_b.weight",
+        "self_attn.compressor.indexer.scorer.weights_proj.weight": "attn.indexer.weights_proj.weight",
+        f"mlp.gate.{_BIAS}": "ffn.gate.bias",
+        **{f"mlp.shared_experts.{name}.weight": f"ffn.shared_experts.{MIXTRAL[name]}.weight" for name in _USUAL},
+    },
+    ("mlp", "ffn"),
+    {"model.embed_tokens.": "embed.", "model.hc_head.hc_": "hc_head_", "model.": "", "lm_head.": "head."},
+)
+_KIMI_LINEAR = _Family(
+    _OF_MIXTRAL,
+    {
+        f"self_attn.forget_gate.{name}": f"self_attn.{name}"
+        for name in ("A_log", "dt_bias", "f_a_proj.weight", "f_b_proj.weight")
+    },
+    ("mlp", "block_sparse_moe"),
+    split={"self_attn.conv1d.weight": tuple(f"self_attn.{part}_conv1d.weight" for part in "qkv")},
+)
+_THINKER = "thinker.model."
 
 FAMILIES: Mapping[str, _Family] = {
     **dict.fromkeys(
@@ -51,6 +86,7 @@ FAMILIES: Mapping[str, _Family] = {
         ).split(),
         _QWEN,
     ),
+    "deepseek_v4": _DEEPSEEK_V4,
     "ernie4_5_moe": _Family(renamed={f"mlp.gate.moe_statics.{_BIAS}": f"mlp.moe_statics.{_BIAS}"}),
     "exaone_moe": _Family(renamed={f"mlp.gate.{_BIAS}": f"mlp.{_BIAS}"}),
     "hy_v3": _Family(
@@ -58,13 +94,20 @@ FAMILIES: Mapping[str, _Family] = {
         | {f"mlp.shared_experts.{name}.weight": f"mlp.shared_mlp.{name}.weight" for name in _USUAL}
     ),
     "jamba": _Family(parent=("feed_forward", "feed_forward")),
+    "kimi_linear": _KIMI_LINEAR,
     "lfm2_moe": _Family(_OF_MIXTRAL, parent=("feed_forward", "feed_forward")),
+    "mimo_v2_flash": _Family(renamed={"self_attn.sinks": "self_attn.attention_sink_bias"}),
     "minimax": _MIXTRAL,
     "minimax_m2": _MIXTRAL,
     "mixtral": _MIXTRAL,
+    "phimoe": _Family(_OF_MIXTRAL, {"mlp.router.weight": "block_sparse_moe.gate.weight"}, ("mlp", "block_sparse_moe")),
+    "qwen3_omni_moe": _Family(
+        begins={f"{_THINKER}{part}.": f"thinker.{part}." for part in ("audio_tower", "visual")}
+        | {f"{_THINKER}language_model.": _THINKER}
+    ),
 }
 """Values of `model_type` whose files have a matrix per expert, from `conversion_mapping` of transformers 5.24. It joins the
-experts of other types too, but renames more of their tensors."""
+experts of other types too, but renames more of their tensors, or has room for experts without any (LongCat Flash)."""
 
 
 def with_single_experts(source: Tensors, config: Mapping[str, Any], where: str) -> Tensors:
@@ -87,8 +130,14 @@ def with_single_experts(source: Tensors, config: Mapping[str, Any], where: str) 
     parts: dict[str, TensorPart] = {}
     for name, spec in source.specs.items():
         prefix = name[: name.rindex("experts.")] if name.endswith(ends) else ""
-        in_files = _in_files(prefix or name, family)
-        new = _experts(name, spec.shape, in_files, family.projections) if prefix else {in_files: TensorPart(name, spec.shape)}
+        if prefix:
+            new = _experts(name, spec.shape, _in_files(prefix, family, joined), family.projections)
+        elif end := next((end for end in family.split if name.endswith(f".{end}")), ""):
+            new = _equal_parts(
+                name, spec, [_in_files(name.removesuffix(end) + part, family, joined) for part in family.split[end]]
+            )
+        else:
+            new = {_in_files(name, family, joined): TensorPart(name, spec.shape)}
         if (same := next(filter(parts.__contains__, new), None)) is not None:
             what = f"{show(parts[same].stored)} and {show(name)} are the same tensor for a loader ({show(same)})"
             raise FormatError(what, where=where, fix="remove one of them, or save the model again")
@@ -112,12 +161,28 @@ def _fits(specs: Specs, prefix: str) -> bool:
 _PLAIN = ("F16", "BF16", "F32", "F64")
 
 
-def _in_files(name: str, family: _Family) -> str:
+def _in_files(name: str, family: _Family, joined: Collection[str]) -> str:
+    """What files call a tensor. joined: beginnings of the names of modules with joined experts."""
+    for begin, stored in family.begins.items():
+        if name.startswith(begin):
+            in_files = stored + name.removeprefix(begin)
+            break
+    else:
+        in_files = name
     for end, stored in family.renamed.items():
-        if name.endswith(f".{end}"):
-            return name.removesuffix(end) + stored
+        if in_files.endswith(f".{end}"):
+            return in_files.removesuffix(end) + stored
     here, there = family.parent
-    return name if here == there else name.replace(f".{here}.", f".{there}.", 1)
+    before, found, _ = name.partition(f".{here}.")
+    return in_files.replace(f".{here}.", f".{there}.", 1) if before + found in joined else in_files
+
+
+def _equal_parts(name: str, spec: TensorSpec, names: Sequence[str]) -> dict[str, TensorPart]:
+    """Tensors that are as many rows of a joined one each; the tensor itself if they cannot be."""
+    if not spec.shape or spec.shape[0] % len(names) or not spec.size:
+        return {name: TensorPart(name, spec.shape)}
+    shape, size = (spec.shape[0] // len(names), *spec.shape[1:]), spec.size // len(names)
+    return {part: TensorPart(name, shape, ((k * size, size),)) for k, part in enumerate(names)}
 
 
 def _experts(name: str, shape: tuple[int, ...], prefix: str, projections: tuple[str, ...]) -> dict[str, TensorPart]:

@@ -74,7 +74,8 @@ def test_every_family_is_copied_byte_by_byte(name: str, tmp_path: Path, tokenize
     result = weightsmith.quantize(first, tmp_path / "c", "gguf-copy", progress=False)
     second = tmp_path / "c" / "model.gguf"
     assert stored(second) == stored(first)
-    assert not encoded(result.plan)
+    zeros = [out.name for step in result.plan.steps if step.op == "fill" for out in step.stored]
+    assert set(encoded(result.plan)) <= set(zeros), "but for what llama.cpp loads and never reads"
     assert not [str(warning) for warning in result.warnings if "quantised already" in str(warning)]
     before, after = (read_gguf_header(path).keys for path in (first, second))
     differ = {key for key in before | after if str(before.get(key)) != str(after.get(key))}

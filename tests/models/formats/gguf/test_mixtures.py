@@ -17,6 +17,7 @@ from tests.gguf_help import BYTE_LEVEL, stored, tokenizer_files, write_gguf
 from tests.llama_cpp import needs_llama_cpp
 from tests.mini import write_checkpoint
 from weightsmith._base.errors import FormatError, PlanError, Unsupported
+from weightsmith._models.formats.gguf.architectures.cohere import Cohere2Moe
 from weightsmith._models.formats.gguf.architectures.glm import GlmDsa
 from weightsmith._models.formats.gguf.architectures.mimo import MimoV2
 from weightsmith._models.formats.gguf.base.architecture import Contents
@@ -125,6 +126,20 @@ def written(name: str, folder: Path, **changes: Any) -> Path:
             {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), YARN)},
             "rope_type of sliding_attention is 'yarn', and llama.cpp takes 'default' for granted",
         ),
+        (
+            "cohere2-moe",
+            {"shared_expert_combination_strategy": "sum"},
+            "shared_expert_combination_strategy is 'sum', and llama.cpp takes 'average' for granted",
+        ),
+        (
+            "cohere2-moe",
+            {"prefix_dense_sliding_window_pattern": 2},
+            "prefix_dense_sliding_window_pattern is 2, and llama.cpp takes 1 for granted",
+        ),
+        ("cohere2-moe", {"expert_selection_fn": "relu"}, "expert_selection_fn is 'relu', not softmax or sigmoid"),
+        ("cohere2-moe", {"rope_scaling": YARN}, "rope_scaling is .*, and llama.cpp takes None for granted"),
+        ("cohere2-moe", {"sliding_window": None}, "sliding_window is missing"),
+        ("cohere2-moe", {"mlp_layer_types": ["sparse"] * 5}, "first_k_dense_replace is 0, and layer 0 has no experts"),
         ("dbrx", {"ffn_config": {**FFN, "moe_normalize_expert_weights": None}}, "moe_normalize_expert_weights is 'none', and"),
         ("dbrx", {"ffn_config": {**FFN, "ffn_act_fn": {"name": "gelu"}}}, "hidden_act is 'gelu', and llama.cpp takes 'silu'"),
     ],
@@ -132,6 +147,46 @@ def written(name: str, folder: Path, **changes: Any) -> Path:
 def test_settings_that_llama_cpp_does_not_have(name: str, changes: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=words):
         written(name, tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"norm_topk_prob": True, "rope_parameters": YARN},
+        {"expert_selection_fn": "sigmoid", "norm_topk_prob": True, "tie_word_embeddings": False},
+        {"expert_selection_fn": "sigmoid", "norm_topk_prob": False, "rms_norm_eps": 1e-4},
+    ],
+)
+def test_settings_of_coheres_mixtures_come_back(stated: dict[str, Any], tmp_path: Path) -> None:
+    import transformers
+
+    source = zoo.save("cohere2-moe", tmp_path / "m", 1, vocab_size=262, **stated)
+    (source / "tokenizer.json").write_bytes(tokenizer_files(BYTE_LEVEL)["tokenizer.json"])
+    weightsmith.quantize(source, tmp_path / "q", "gguf-f32", progress=False)
+    with weightsmith.open_checkpoint(tmp_path / "q") as back:
+        here, there = (transformers.AutoConfig.from_pretrained(folder).to_dict() for folder in (source, back.folder))
+    assert {name: there.get(name) for name in stated} == {name: here[name] for name in stated}
+
+
+def test_layers_of_coheres_mixtures_that_do_not_state_their_kinds(tmp_path: Path) -> None:
+    import transformers
+
+    for stated in ({"first_k_dense_replace": 2}, {"first_k_dense_replace": 3, "prefix_dense_sliding_window_pattern": 2}, {}):
+        theirs = transformers.Cohere2MoeConfig(num_hidden_layers=9, **stated)
+        ours = Cohere2Moe().complete({"num_hidden_layers": 9, **stated})
+        assert ours["layer_types"] == theirs.layer_types
+        assert ours.get("first_k_dense_replace", 0) == theirs.mlp_layer_types.count("dense")
+
+
+def test_weights_of_experts_that_coheres_config_cannot_state(tmp_path: Path) -> None:
+    """A softmax of all scores; and llama.cpp has sigmoids where a file does not say it, transformers a softmax."""
+    keys = dict(read_gguf_header(written("cohere2-moe", tmp_path)).keys)
+    contents = Contents({"token_embd.weight": (262, 32)})
+    assert Cohere2Moe().config(keys, contents, "float32", "here")["expert_selection_fn"] == "softmax"
+    without = {name: value for name, value in keys.items() if name != "cohere2moe.expert_gating_func"}
+    assert Cohere2Moe().config(without, contents, "float32", "here")["expert_selection_fn"] == "sigmoid"
+    with pytest.raises(Unsupported, match=r"expert_gating_func is 1 and expert_weights_norm is False, which config\.json"):
+        Cohere2Moe().config({**keys, "cohere2moe.expert_weights_norm": False}, contents, "float32", "here")
 
 
 @pytest.mark.parametrize(("name", "stem"), [("afmoe", "afmoe"), ("hy-v3", "hy_v3")])
@@ -309,6 +364,9 @@ MIXED = ["full_attention", "sliding_attention", "sliding_attention", "full_atten
         ("solar-open", {"attention_bias": True, "rope_parameters": YARN}),
         ("hy-v3", {"mlp_layer_types": ["sparse", "dense", "sparse"], "rope_parameters": YARN}),
         ("mellum", {"rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN}}),
+        ("cohere2-moe", {"norm_topk_prob": False, "num_shared_experts": 0, "rope_parameters": YARN}),
+        ("cohere2-moe", {"expert_selection_fn": "sigmoid"}),
+        ("cohere2-moe", {"expert_selection_fn": "sigmoid", "norm_topk_prob": False, "rms_norm_eps": 1e-4}),
         ("mimo2", {"layer_types": MIXED[::-1] + MIXED[:2], "mlp_layer_types": ["sparse", "dense"] * 3 + ["sparse"]}),
     ],
 )

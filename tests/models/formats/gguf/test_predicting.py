@@ -22,11 +22,13 @@ BF16 = DTYPES["BF16"].numpy
 Tensors = dict[str, npt.NDArray[Any]]
 
 FAMILIES = {
-    **dict.fromkeys(("glm4-moe", "glm4-moe-lite", "exaone-moe", "glm-dsa", "qwen3-next", "hy-v3"), "num_nextn_predict_layers"),
+    **dict.fromkeys(
+        ("glm4-moe", "glm4-moe-lite", "exaone-moe", "glm-dsa", "qwen3-next", "hy-v3", "cohere2-moe"), "num_nextn_predict_layers"
+    ),
     **dict.fromkeys(("qwen3.5", "qwen3.5-moe"), "mtp_num_hidden_layers"),
 }
 """config.json's number of layers that predict."""
-NUMBERED = ("glm4-moe", "glm4-moe-lite", "glm-dsa", "hy-v3")
+NUMBERED = ("glm4-moe", "glm4-moe-lite", "glm-dsa", "hy-v3", "cohere2-moe")
 """Those whose layers that predict are numbered on; the others have a stack of them."""
 LIKE = {"exaone-moe": 0}
 """Of those whose layers that predict have no experts: a layer without."""
@@ -57,7 +59,7 @@ def save(family: str, folder: Path, **changes: Any) -> tuple[Path, Path, Tensors
     alone = {f"{name}.weight": random.normal(0, 0.1, hidden).astype(BF16) for name in ("enorm", "hnorm", "shared_head.norm")}
     alone["eh_proj.weight"] = random.normal(0, 0.1, (hidden, 2 * hidden)).astype(BF16)
     if family in NUMBERED:
-        head = tensors["lm_head.weight"]
+        head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
         alone |= {
             name: random.normal(0, 0.1, head.shape).astype(BF16) for name in ("embed_tokens.weight", "shared_head.head.weight")
         }

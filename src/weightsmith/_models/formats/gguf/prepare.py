@@ -39,6 +39,7 @@ from weightsmith._models.formats.gguf.tokenizer.files import READ
 from weightsmith._models.formats.gguf.types import (
     COPIED,
     MIXTURES,
+    TABLES,
     Chosen,
     Mixture,
     Shape,
@@ -243,12 +244,12 @@ def _prepare(
     pooling = pooling_of(companions.read((MODULES, *READ)), model.architecture.name, companions.donor)
     behind = [_Stored(step, [replace(step.out, name=pooling.dense[step.out.name])]) for step in _taken(draft, pooling.dense)]
     parts = _parts(model, draft)
-    text, products, heads = _with_scores(parts.text, pooling, draft)
+    text, products, heads = _with_scores(_with_zeros(parts.text, model, draft), pooling, draft)
     stored = [*_stored_as(text, model), *behind]
     shapes = {spec.name: spec.shape for tensor in stored for spec in tensor.specs}
     model.architecture.check_tensors(model.config, shapes)
     model.architecture.check_sizes(model.config, keys, shapes)
-    stored = [replace(tensor, in_file=_in_file(tensor.step, companions)) for tensor in stored]
+    stored = _with_files(stored, model, companions)
     types = _types(model, stored, _shape(model, stored, keys, weighted=bool(importances)))
     if model.mixture.name == COPIED.name:
         keys |= _file_type(stored, types)
@@ -316,6 +317,33 @@ def _with_scores(
     return [step for step in steps if step not in heads], products, [step]
 
 
+def _with_zeros(steps: Sequence[Step], model: _Model, draft: PlanDraft) -> list[Step]:
+    """The steps, with rows and tensors of zeros that llama.cpp needs and the model does not have."""
+    zeros = -1
+
+    def filled(name: str, like: TensorSpec, shape: tuple[int, ...]) -> Step:
+        nonlocal zeros
+        zeros = zeros if zeros >= 0 else draft.add_settings(Settings({"value": 0.0}, ()))
+        return Step(TensorSpec(name, like.dtype, shape), FILL, (), settings=zeros)
+
+    architecture, complete, placed = model.architecture, list[Step](), dict[str, Step]()
+    for step in steps:
+        if (place := architecture.place(step.out.name)) is not None:
+            placed[place.name] = step
+        rows, out = architecture.rows_of("" if place is None else place.name, model.config), step.out
+        if rows > (out.shape or (rows,))[0]:
+            missing = filled(f"{out.name}[{out.shape[0]}]", out, (rows - out.shape[0], *out.shape[1:]))
+            whole = replace(out, shape=(rows, *out.shape[1:]))
+            complete.append(Step(whole, JOIN, (), pieces=(*step.leaves, missing), role=step.role, layer=step.layer))
+        else:
+            complete.append(step)
+    for name, like in architecture.unread(model.config).items():
+        if name not in placed and like in placed:
+            out = placed[like].out
+            complete.append(filled(str(architecture.hub_name(name)), out, out.shape))
+    return complete
+
+
 def _shape(model: _Model, stored: Sequence[_Stored], keys: Mapping[str, Value], *, weighted: bool) -> Shape:
     """What the rules of types look at."""
     names = _names(stored)
@@ -370,7 +398,10 @@ def _types(model: _Model, stored: Sequence[_Stored], shape: Shape) -> list[list[
 
 
 def _type(model: _Model, stored: _Stored, part: int, shape: Shape) -> str:
-    """The type of a tensor, or of one of its parts. Layers that predict have no importances, for no forward pass runs them."""
+    """The type of a tensor, or of one of its parts.
+
+    Layers that predict, and what llama.cpp never reads, have no importances: they never run.
+    """
     spec, mixture, in_file = stored.specs[part], model.mixture, stored.in_file
     if mixture.name == COPIED.name:
         kind = stored.step.out.dtype.name
@@ -378,7 +409,8 @@ def _type(model: _Model, stored: _Stored, part: int, shape: Shape) -> str:
             kind = in_file.parts[part].dtype.name
         mixture = replace(mixture, default=kind if kind in TYPES else "F32")
     kind = type_of(mixture, spec, shape, model.chosen)
-    weighted = model.architecture.predicts(spec.name) and _must_be_weighted(kind, mixture)
+    unmeasured = model.architecture.predicts(spec.name) or spec.name in model.architecture.unread(model.config)
+    weighted = unmeasured and _must_be_weighted(kind, mixture)
     return fitting("Q4_K", spec.shape[-1]) if weighted else kind
 
 
@@ -584,10 +616,15 @@ class _Stored:
     in_file: StoredAs | None = None
 
 
-def _in_file(step: Step, companions: ModelFiles) -> StoredAs | None:
-    """How a GGUF file has the first tensor that a step reads."""
-    read = next((read for read in step.reads if read.model >= 0), None)
-    return None if read is None else companions.stored_as(read)
+def _with_files(stored: Sequence[_Stored], model: _Model, companions: ModelFiles) -> list[_Stored]:
+    """The tensors with `in_file`: of the first tensor that a step reads, or of the one that an unread one is like."""
+    reads = {tensor.specs[0].name: next((read for read in tensor.step.reads if read.model >= 0), None) for tensor in stored}
+    unread, complete = model.architecture.unread(model.config), list[_Stored]()
+    for tensor in stored:
+        name = tensor.specs[0].name
+        read = reads.get(unread.get(name, name))
+        complete.append(tensor if read is None else replace(tensor, in_file=companions.stored_as(read)))
+    return complete
 
 
 def _stored_as(steps: Sequence[Step], model: _Model) -> list[_Stored]:
@@ -622,7 +659,7 @@ def _joined(name: str, experts: Mapping[int, Step]) -> _Stored:
     if sorted(experts) != list(range(len(experts))) or len({(out.shape, out.dtype) for out in outs}) > 1:
         what = f"its experts are numbered {show(sorted(experts))}, or have unequal shapes"
         raise Unsupported(what, where=outs[0].name, fix="choose another format")
-    whole = re.sub(r"\.experts\.\d+\.", ".experts.", outs[0].name)
+    whole = re.sub(r"(?<=\.experts)\.\d+(?=\.)|\.\d+(?=\.(?:weight|bias)$)", "", outs[0].name)
     spec = TensorSpec(whole, outs[0].dtype, (len(outs), *outs[0].shape))
     pieces = tuple(leaf for step in ordered for leaf in step.leaves)
     joined = Step(spec, JOIN, (), pieces=pieces, role=ordered[0].role, layer=ordered[0].layer)
@@ -766,7 +803,7 @@ def _importances(importances: Importances, spec: TensorSpec, kind: str, mixture:
     """The importances of a tensor's columns, of each of its matrices; None if there are none."""
     values = importances.get(spec.name)
     matrices = spec.shape[0] if len(spec.shape) == 3 else 1
-    ends = spec.name in ("token_embd.weight", "output.weight")
+    ends = spec.name in (*TABLES, "output.weight")
     if values is not None and values.size != spec.shape[-1] * matrices:
         if spec.name != "token_embd.weight":
             what = f"the importance matrix has {values.size:,} numbers for it, and it has {spec.shape[-1] * matrices:,} columns"

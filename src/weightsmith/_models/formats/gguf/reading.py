@@ -424,6 +424,7 @@ class _Named:
             name in SMALL
             or name in self.factors
             or predicts(name, self.layers)
+            or name in self.architecture.unread(GgufConfig(self.config))
             or (name.endswith(_INPUT_FACTORS) and f"{name.removesuffix(_INPUT_FACTORS)}{_FACTORS}" in self.factors)
         )
 
@@ -445,7 +446,8 @@ def _tensors(path: Path, header: GgufHeader, named: _Named) -> list[StoredBlocks
             named.factors.get(f"{tensor.name.removesuffix('.weight')}{_FACTORS}") if tensor.name.endswith(".weight") else None
         )
         if "{}" in name:
-            stored += _experts(path, tensor, name, int(config.get(architecture.experts) or 0), factors)
+            count = int(config.get(architecture.experts) or 0) if architecture.experts else [*tensor.shape, 0][0]
+            stored += _experts(path, tensor, name, count, factors)
             continue
         heads = architecture.rotated_heads(tensor.name, *_heads(config))
         if heads and tensor.shape[0] % (2 * heads):

@@ -83,12 +83,15 @@ _CHOOSES = ".indexer.proj.weight"
 """Which llama.cpp's converter stores as F32, because it decides what a token attends to; its quantiser does not."""
 _PLAIN = (
     *(".ssm_conv1d.weight", ".ssm_conv1d_q.weight", ".ssm_conv1d_k.weight", ".ssm_conv1d_v.weight", ".shortconv.conv.weight"),
-    *("position_embd.weight", "token_types.weight"),
+    *("position_embd.weight", "token_types.weight", ".altup_correct_coef.weight", ".altup_predict_coef.weight"),
 )
 """Endings of the names of weights that llama.cpp leaves unquantised, besides vectors, norms and routers."""
 
-_KEPT = "per_layer_model_proj.weight"
-"""A matrix that llama.cpp leaves as it is, too: plain numbers in files of plain numbers, else F32."""
+_KEPT = re.compile(r"per_layer_model_proj|altup|laurel")
+"""Matrices that llama.cpp leaves as they are, too: plain numbers in files of plain numbers, else F32."""
+
+TABLES = ("token_embd.weight", "per_layer_token_embd.weight")
+"""Embeddings of tokens."""
 
 _TINY = frozenset({"IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M"})
 _IQ4 = frozenset({"IQ4_NL", "IQ4_XS"})
@@ -164,7 +167,7 @@ def type_of(mixture: Mixture, spec: TensorSpec, shape: Shape, chosen: Chosen = (
     asked = next((kind for pattern, kind in reversed(chosen) if pattern.search(name)), "")
     if not asked and mixture.default in ("F32", "F16", "BF16"):
         return "F32" if name.endswith(_CHOOSES) else mixture.default
-    if name == _KEPT:
+    if _KEPT.search(name):
         return "F32"
     several = len(spec.shape) == 3 and spec.shape[0] > 1
     if mixture.name == "MXFP4_MOE":  # experts, and DeepSeek's heads
@@ -206,11 +209,11 @@ def _by_rule(mix: str, default: str, name: str, cols: int, shape: Shape) -> str:
     match = _LAYER.match(name)
     i, n = (int(match[1]), shape.layers) if match else (0, shape.layers)
     eight, four = shape.experts == 8, shape.group >= 4
-    if name == "output.weight" or (shape.tied and name == "token_embd.weight"):
+    if name == "output.weight" or (shape.tied and name in TABLES):
         if cols % TYPES[default].block or default == "Q8_0":
             return "Q8_0"
         return "Q5_K" if mix in _TINY or mix == "IQ3_XXS" else "Q6_K"
-    if name == "token_embd.weight":
+    if name in TABLES:
         small = {"IQ2_XXS": "Q2_K", "IQ2_XS": "Q2_K", "IQ2_S": "IQ3_S", "IQ2_M": "IQ3_S", "IQ3_XXS": "IQ3_S"}
         return small.get(mix, default)
     part = name.split(".")[-2]

@@ -126,15 +126,17 @@ class Windows:
 
     stated   unless the file says which
     default  the window that llama.cpp takes where a file has none; None: no layer has one then
+    first    all but the first of every so many
     """
 
     every: int
     stated: bool = False
     default: int | None = None
+    first: bool = False
 
     def layer_types(self, layers: int, *, slides: bool) -> list[str]:
         """What each layer attends to. slides: whether the model has a window at all."""
-        return [_layer_type(slides and (i + 1) % self.every != 0) for i in range(layers)]
+        return [_layer_type(slides and (i + (not self.first)) % self.every != 0) for i in range(layers)]
 
 
 def _layer_type(slides: bool) -> str:
@@ -164,7 +166,7 @@ class GgufArchitecture:
     splits        tensors of a layer that llama.cpp stores in parts
     multipliers   settings by which llama.cpp has weights multiplied: its name of a module → the Hub's, one after the other
     in_keys       tensors of a layer with one number: the whole name of the key with those of all layers → the Hub's tensor
-    ends          modules outside of the layers: llama.cpp's name → the Hub's
+    ends          modules outside of the layers: llama.cpp's name → the Hub's, with `{}` for the number of one of a stack
     prefixes      (the Hub's, that of the tables) of names that begin otherwise than the tables', the longest first
     shapes        of weights of a layer that llama.cpp loads, by its names
     setting_names  what config.json calls keys of sizes: those that are neither in `sizes` nor in `numbers`
@@ -668,9 +670,10 @@ class GgufArchitecture:
         """
         name = self.canonical(name)
         module, _, kind = name.rpartition(".")
-        end = _key_of(self.ends, module)
-        if end is not None and kind in ("weight", "bias"):
-            return GgufPlace(f"{end}.{kind}")
+        stacked = _NUMBERED.fullmatch(module)
+        end = _key_of(self.ends, module) or (stacked and _key_of(self.ends, f"{stacked[1]}.{{}}"))
+        if end and kind in ("weight", "bias"):
+            return GgufPlace(f"{end}.{kind}", int(stacked[2]) if stacked else -1)
         bare = _HUB_BARE.fullmatch(name)
         if bare is not None and (tensor := _key_of(self.bare, bare[2])) is not None:
             return GgufPlace(f"blk.{bare[1]}.{tensor}")
@@ -781,6 +784,17 @@ class GgufArchitecture:
         """The number of rows at the start of a tensor that the GGUF file does not have."""
         return 0
 
+    def rows_of(self, name: str, config: GgufConfig) -> int:
+        """The rows that llama.cpp needs of a tensor of a GGUF file: those that the Hub's does not have are 0. 0: as it has."""
+        return 0
+
+    def unread(self, config: GgufConfig) -> Mapping[str, str]:
+        """Tensors of a GGUF file that llama.cpp loads and never reads, and one of the same shape each.
+
+        Those that the model does not have are 0 in the file. Models that are read do not have them, as in transformers.
+        """
+        return {}
+
     def order(self, name: str, config: GgufConfig) -> HeadOrder | None:
         """The order of rows or columns of a tensor of a GGUF file; None if it is the Hub's."""
         return None
@@ -790,6 +804,7 @@ _LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_.0-9]+)\.(weight|bias)")
 _HUB_LAYER = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,5})\.([a-zA-Z_.0-9]+)\.(weight|bias)")
 _HUB_BARE = re.compile(r"model\.layers\.(0|[1-9][0-9]{0,5})\.([a-zA-Z_.0-9]+)")
 _BARE = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_.0-9]+)")
+_NUMBERED = re.compile(r"(.+)\.(0|[1-9][0-9]{0,5})")
 _IN_LAYER = re.compile(r"model\.layers\.([0-9]+)\.(.+)")
 _SMALL_NUMBER = re.compile(r"0|[1-9][0-9]{0,3}")
 _EXPERT = re.compile(r"(\.experts\.)(0|[1-9][0-9]{0,5})(\.)")
