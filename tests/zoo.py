@@ -98,6 +98,11 @@ GRANITE_4 = {
     "mamba_n_groups": 1,
 }
 MAMBA, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
+GRANITE_SWA = {
+    **{**SIZES, "num_hidden_layers": 5, "sliding_window": 8, "layer_rope_theta": [5e3, 5e3, 5e3, 0, 5e3]},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5e3},
+    "layer_types": [FULL, SLIDING, SLIDING, FULL, SLIDING],
+}
 NEMOTRON_H = {name: value for name, value in HEADS.items() if name != "num_hidden_layers"} | {
     "mamba_num_heads": 4,
     "mamba_head_dim": 16,
@@ -273,6 +278,12 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         | {"intermediate_size": 16, "prefix_dense_intermediate_size": 48, "mlp_layer_types": ["dense", *["sparse"] * 4]}
         | {"num_experts": 4, "num_shared_experts": 2},
     ),
+    "granite-swa": ("GraniteSWAForCausalLM", "GraniteSWAConfig", GRANITE_SWA),
+    "granite-moe-swa": (
+        "GraniteMoeSWAForCausalLM",
+        "GraniteMoeSWAConfig",
+        {**GRANITE_SWA, "num_local_experts": 4, "shared_intermediate_size": 40},
+    ),
     "mellum": (
         "MellumForCausalLM",
         "MellumConfig",
@@ -297,6 +308,12 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GlmMoeDsaConfig",
         {**DEEPSEEK, "num_hidden_layers": 3, "n_shared_experts": 2, "routed_scaling_factor": 2.5, "q_lora_rank": 16}
         | {"index_topk": 8, "index_head_dim": 64, "index_n_heads": 32, "indexer_types": ["full", "shared", "full"]},
+    ),
+    "deepseek-v32": (
+        "DeepseekV32ForCausalLM",
+        "DeepseekV32Config",
+        {**DEEPSEEK, "num_hidden_layers": 3, "n_shared_experts": 2, "routed_scaling_factor": 2.5, "q_lora_rank": 16}
+        | {"n_routed_experts": 8, "n_group": 2, "index_topk": 8, "index_head_dim": 64, "index_n_heads": 32},
     ),
     "mimo2": (
         "MiMoV2FlashForCausalLM",

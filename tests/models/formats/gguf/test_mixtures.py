@@ -19,6 +19,7 @@ from tests.mini import write_checkpoint
 from weightsmith._base.errors import FormatError, PlanError, Unsupported
 from weightsmith._models.formats.gguf.architectures.cohere import Cohere2Moe
 from weightsmith._models.formats.gguf.architectures.glm import GlmDsa
+from weightsmith._models.formats.gguf.architectures.granite import GraniteSwa
 from weightsmith._models.formats.gguf.architectures.mimo import MimoV2
 from weightsmith._models.formats.gguf.base.architecture import Contents
 from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufKeys
@@ -84,6 +85,9 @@ def written(name: str, folder: Path, **changes: Any) -> Path:
         ("glm-dsa", {"rope_parameters": YARN}, "rope_type is 'yarn', and llama.cpp takes 'default' for granted"),
         ("glm-dsa", {"q_lora_rank": None}, "q_lora_rank is 'none', and llama.cpp takes 'a number' for granted"),
         ("glm-dsa", {"index_n_heads": 16}, "index_n_heads .*is 512 in config.json|index_n_heads is 16 in config.json"),
+        ("deepseek-v32", {"index_head_dim": 32}, "index_head_dim is 32, which is not a multiple of 64"),
+        ("deepseek-v32", {"scoring_func": "softmax"}, "scoring_func is 'softmax', and llama.cpp takes 'sigmoid'"),
+        ("deepseek-v32", {"q_lora_rank": None}, "q_lora_rank is 'none', and llama.cpp takes 'a number' for granted"),
         ("mimo2", {"swa_head_dim": 8}, "swa_head_dim is 8, and llama.cpp takes 16 for granted"),
         ("mimo2", {"swa_num_key_value_heads": 2}, "swa_num_key_value_heads is 2, and llama.cpp takes 4 for granted"),
         ("mimo2", {"routed_scaling_factor": 2.0}, "routed_scaling_factor is 2.0, and llama.cpp takes 1.0 for granted"),
@@ -140,6 +144,12 @@ def written(name: str, folder: Path, **changes: Any) -> Path:
         ("cohere2-moe", {"rope_scaling": YARN}, "rope_scaling is .*, and llama.cpp takes None for granted"),
         ("cohere2-moe", {"sliding_window": None}, "sliding_window is missing"),
         ("cohere2-moe", {"mlp_layer_types": ["sparse"] * 5}, "first_k_dense_replace is 0, and layer 0 has no experts"),
+        ("granite-swa", {"sliding_window": None}, "sliding_window is missing"),
+        ("granite-swa", {"layer_rope_theta": [1e4] * 4}, "layer_rope_theta is .*, not a number for each of 5 layers"),
+        ("granite-swa", {"layer_rope_theta": [1e4, 0, 1e4, 5e3, 0]}, r"layer_rope_theta is \[10000.0, 0.0, 10000.0, 5000.0"),
+        ("granite-swa", {"layer_rope_theta": [1e4, -1, 1e4, 1e4, 0]}, "layer_rope_theta is -1, not a positive number"),
+        ("granite-swa", {"no_rope_layers": [1, 1, 1, 1, 0]}, r"no_rope_layers is \[1, 1, 1, 1, 0\], and llama.cpp takes"),
+        ("granite-moe-swa", {"shared_intermediate_size": 41}, r"input_linear.weight: 2 \* shared_intermediate_size is 82"),
         ("dbrx", {"ffn_config": {**FFN, "moe_normalize_expert_weights": None}}, "moe_normalize_expert_weights is 'none', and"),
         ("dbrx", {"ffn_config": {**FFN, "ffn_act_fn": {"name": "gelu"}}}, "hidden_act is 'gelu', and llama.cpp takes 'silu'"),
     ],
@@ -187,6 +197,19 @@ def test_weights_of_experts_that_coheres_config_cannot_state(tmp_path: Path) -> 
     assert Cohere2Moe().config(without, contents, "float32", "here")["expert_selection_fn"] == "sigmoid"
     with pytest.raises(Unsupported, match=r"expert_gating_func is 1 and expert_weights_norm is False, which config\.json"):
         Cohere2Moe().config({**keys, "cohere2moe.expert_weights_norm": False}, contents, "float32", "here")
+
+
+def test_bases_of_granite_by_layer_come_back(tmp_path: Path) -> None:
+    """llama.cpp has RoPE in all layers where a file does not say which."""
+    bases = [1e4, 0, 0, 1e4, 1e4]
+    keys = dict(read_gguf_header(written("granite-swa", tmp_path, layer_rope_theta=bases, no_rope_layers=[1, 0, 0, 1, 1])).keys)
+    contents = Contents({"token_embd.weight": (262, 32)})
+    assert GraniteSwa().config(keys, contents, "float32", "here")["layer_rope_theta"] == bases
+    pattern = "granite_swa.attention.rope_pattern"
+    without = {name: value for name, value in keys.items() if name != pattern}
+    assert GraniteSwa().config(without, contents, "float32", "here")["layer_rope_theta"] == [1e4] * 5
+    with pytest.raises(FormatError, match="not a truth value for each of 5 layers"):
+        GraniteSwa().config(keys | {pattern: np.ones(4, bool)}, contents, "float32", "here")
 
 
 @pytest.mark.parametrize(("name", "stem"), [("afmoe", "afmoe"), ("hy-v3", "hy_v3")])
@@ -364,9 +387,12 @@ MIXED = ["full_attention", "sliding_attention", "sliding_attention", "full_atten
         ("solar-open", {"attention_bias": True, "rope_parameters": YARN}),
         ("hy-v3", {"mlp_layer_types": ["sparse", "dense", "sparse"], "rope_parameters": YARN}),
         ("mellum", {"rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN}}),
+        ("deepseek-v32", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
         ("cohere2-moe", {"norm_topk_prob": False, "num_shared_experts": 0, "rope_parameters": YARN}),
         ("cohere2-moe", {"expert_selection_fn": "sigmoid"}),
         ("cohere2-moe", {"expert_selection_fn": "sigmoid", "norm_topk_prob": False, "rms_norm_eps": 1e-4}),
+        ("granite-swa", {"layer_rope_theta": [0, *[7e3] * 4], "attention_bias": True, "mlp_bias": True}),
+        ("granite-moe-swa", {"layer_rope_theta": None, "rope_parameters": YARN, "shared_intermediate_size": 0}),
         ("mimo2", {"layer_types": MIXED[::-1] + MIXED[:2], "mlp_layer_types": ["sparse", "dense"] * 3 + ["sparse"]}),
     ],
 )

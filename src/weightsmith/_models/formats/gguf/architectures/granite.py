@@ -1,11 +1,20 @@
-"""Granite, with and without experts, and with experts that all tokens share; Granite 4, which has layers of Mamba 2."""
+"""Granite: with and without experts, those that all tokens share, layers of Mamba 2 (Granite 4), and layers with a window."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from weightsmith._models.formats.gguf.base.architecture import Contents, GgufArchitecture, GgufFamily, GgufKey
+import numpy as np
+
+from weightsmith._models.formats.gguf.base.architecture import (
+    Contents,
+    GgufArchitecture,
+    GgufFamily,
+    GgufKey,
+    Windows,
+    all_or_none,
+)
 from weightsmith._models.formats.gguf.base.mamba import (
     INNER,
     KV_HEADS,
@@ -20,7 +29,17 @@ from weightsmith._models.formats.gguf.base.mamba import (
     take_inner,
     take_kv_heads,
 )
-from weightsmith._models.formats.gguf.base.tensors import ATTENTION, LAYER_SHAPES, MLP_NORM, SplitPart, SplitTensor
+from weightsmith._models.formats.gguf.base.tensors import (
+    ATTENTION,
+    LAYER_SHAPES,
+    MLP,
+    MLP_NORM,
+    PROJECTIONS,
+    WIDTH,
+    SplitPart,
+    SplitTensor,
+    product_of,
+)
 from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufKeys, GgufValues
 
 _NUMBERS = (
@@ -187,4 +206,83 @@ class GraniteFour(Granite):
         config.need("position_embedding_type", config.get("position_embedding_type"), "rope")
 
 
-FAMILY = GgufFamily((Granite(), GraniteFour(), GraniteMoeShared(), GraniteMoe(), GraniteHybridMoe(), GraniteHybrid()))
+_TURNED, _THETAS = "attention.rope_pattern", "layer_rope_theta"
+
+
+def _bases(config: GgufConfig) -> list[float]:
+    """The base of RoPE of each layer; 0: it has no RoPE. Raises FormatError, and Unsupported for several bases."""
+    layers = config.count("num_hidden_layers")
+    stated = config.get(_THETAS)
+    if stated is None:
+        return [config.number("rope_theta", within=config.rope()[0])] * layers
+    if not isinstance(stated, list) or len(stated) != layers or not all(type(base) in (int, float) for base in stated):
+        raise config.wrong(_THETAS, stated, f"not a number for each of {layers:,} layers")
+    bases = [config.number(_THETAS, within={_THETAS: base}) if base else 0.0 for base in stated]
+    first = next(filter(None, bases), 0.0)
+    config.need(_THETAS, bases, [first if base else 0.0 for base in bases])
+    return bases
+
+
+class GraniteSwa(GgufArchitecture):
+    """Granite with sinks of attention, and layers with a window or without RoPE."""
+
+    name = "granite_swa"
+    class_name = "GraniteSWAForCausalLM"
+    model_types: ClassVar[tuple[str, ...]] = ("granite_swa",)
+    bare: ClassVar[Mapping[str, str]] = {"attn_sinks.weight": "self_attn.sinks"}
+    rotated = True
+    numbers: ClassVar[tuple[GgufKey, ...]] = _NUMBERS
+    windows = Windows(4, stated=True, first=True)
+
+    def check(self, config: GgufConfig) -> None:
+        super().check(config)
+        config.count("sliding_window")
+
+    def rope(self, config: GgufConfig) -> dict[str, Any]:
+        rope = super().rope(config)
+        return {**rope, "rope_theta": next(filter(None, _bases(config)), rope["rope_theta"])}
+
+    def put_more(self, config: GgufConfig, keys: GgufKeys) -> None:
+        turned = [base != 0 for base in _bases(config)]
+        older = config.get("no_rope_layers", turned)  # of versions before transformers', which ignores it
+        config.need("no_rope_layers", older, turned)
+        keys.put(_TURNED, "bool", turned)
+
+    def take_tensors(self, config: dict[str, Any], contents: Contents, where: str) -> None:
+        config["attention_bias"] = all_or_none(contents.shapes, [*PROJECTIONS], where)
+        if not self.experts:
+            config["mlp_bias"] = all_or_none(contents.shapes, [*MLP], where)
+
+    def take_more(self, values: GgufValues, config: dict[str, Any], contents: Contents) -> None:
+        turned, layers = values.get(_TURNED), config["num_hidden_layers"]
+        turned = np.ones(layers, bool) if turned is None else turned  # as llama.cpp takes it
+        if not isinstance(turned, np.ndarray) or turned.shape != (layers,):
+            raise values.wrong(_TURNED, turned, f"not a truth value for each of {layers:,} layers")
+        config[_THETAS] = [config["rope_theta"] if here else 0.0 for here in turned]
+
+
+class GraniteMoeSwa(GraniteSwa):
+    """The same with experts."""
+
+    class_name = "GraniteMoeSWAForCausalLM"
+    model_types = ("granitemoe_swa",)
+    layer = {
+        **{**ATTENTION, **MLP_NORM, "ffn_gate_inp": "block_sparse_moe.router"},
+        **{"ffn_up_shexp": "shared_mlp.input_linear", "ffn_down_shexp": "shared_mlp.output_linear"},
+    }
+    bare = {
+        **GraniteSwa.bare,
+        "ffn_gate_up_exps.weight": "block_sparse_moe.experts.gate_up_proj",
+        "ffn_down_exps.weight": "block_sparse_moe.experts.down_proj",
+    }
+    shapes = {**LAYER_SHAPES, "ffn_up_shexp": (product_of(2, _SHARED_WIDTH), WIDTH)}
+    experts = "num_local_experts"
+    numbers = (*_NUMBERS, GgufKey(_SHARED_WIDTH, _SHARED, default=0, least=0))
+
+
+FAMILY = GgufFamily(
+    (
+        *(Granite(), GraniteFour(), GraniteMoeShared(), GraniteMoe(), GraniteHybridMoe(), GraniteHybrid()),
+        *(GraniteSwa(), GraniteMoeSwa()),
+    )
+)
