@@ -284,6 +284,13 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GraniteMoeSWAConfig",
         {**GRANITE_SWA, "num_local_experts": 4, "shared_intermediate_size": 40},
     ),
+    "laguna": (
+        "LagunaForCausalLM",
+        "LagunaConfig",
+        {**MOE, "num_hidden_layers": 5, "sliding_window": 8, "layer_types": [FULL, SLIDING, SLIDING, FULL, SLIDING]}
+        | {"num_attention_heads_per_layer": [4, 6, 6, 4, 6], "shared_expert_intermediate_size": 24, "num_experts": 8}
+        | {"moe_routed_scaling_factor": 2.5},
+    ),
     "mellum": (
         "MellumForCausalLM",
         "MellumConfig",

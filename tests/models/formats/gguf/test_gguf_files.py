@@ -251,6 +251,7 @@ FAMILIES = {
     "solar-open": "GLM4_MOE",
     "minimax-m2": "MINIMAXM2",
     "hy-v3": "",
+    "laguna": "",
     "granite-swa": "",
     "granite-moe-swa": "",
     "cohere2-moe": "",
