@@ -316,6 +316,12 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**DEEPSEEK, "num_hidden_layers": 3, "n_shared_experts": 2, "routed_scaling_factor": 2.5, "q_lora_rank": 16}
         | {"index_topk": 8, "index_head_dim": 64, "index_n_heads": 32, "indexer_types": ["full", "shared", "full"]},
     ),
+    "deepseek-v32": (
+        "DeepseekV32ForCausalLM",
+        "DeepseekV32Config",
+        {**DEEPSEEK, "num_hidden_layers": 3, "n_shared_experts": 2, "routed_scaling_factor": 2.5, "q_lora_rank": 16}
+        | {"n_routed_experts": 8, "n_group": 2, "index_topk": 8, "index_head_dim": 64, "index_n_heads": 32},
+    ),
     "mimo2": (
         "MiMoV2FlashForCausalLM",
         "MiMoV2FlashConfig",

@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from weightsmith._base.tensors import TensorSpec, grain_elements
 from weightsmith._engine.resources import RESIDENT_BYTES, Cut
+from weightsmith._models.formats import find_encoding
 from weightsmith._outputs.checksum import DIGEST_BYTES, combine, grain_bytes, hash_grains
 from weightsmith._plans import PLAIN, Product, Step
 from weightsmith.abc.job import Bytes, Job, Matrix
@@ -153,8 +154,8 @@ class ActiveStep:
 
     @property
     def encoded(self) -> bool:
-        """Whether its numbers are stored as codes."""
-        return self.step.encoding != PLAIN
+        """Whether its numbers are stored as codes, which are computed."""
+        return self.step.encoding != PLAIN and not find_encoding(self.step.encoding).verbatim
 
     @property
     def distance(self) -> tuple[float, float] | None:

@@ -313,7 +313,7 @@ class Copier:
         if leaf.active.encoded or isinstance(view, Gather) or not (view is None or view.whole_rows):
             return False
         source = self._reader.source(read).location(read.tensor)
-        target = self._output.location(leaf.active.step.out.name)
+        target = self._output.location(leaf.active.step.outs[0].name)
         if source is None or target is None or not self._shares(target[0]):
             return False
         from_offset = source[1] + (first + (0 if view is None else view.offset)) * width
@@ -366,7 +366,7 @@ class TileEncoder:
         width = step.out.dtype.itemsize
         if leaf.active.encoded:
             return buffers.numbers(place.size * width)
-        at = self._output.location(step.out.name)
+        at = self._output.location(step.outs[0].name)
         return buffers.out(place.size * width, (at[1] if at else 0) + (leaf.origin + place.start) * width)
 
     def write(self, leaf: LeafPass, place: Cut, data: Bytes, buffers: Buffers, *, copied: bool = False) -> int:
@@ -379,7 +379,7 @@ class TileEncoder:
         spec = active.step.out
         start = first * spec.dtype.itemsize
         if not copied:
-            self._output.write(spec.name, start, data)
+            self._output.write(active.step.outs[0].name, start, data)
         active.hashes[0].update(start, data)
         return data.size
 

@@ -172,7 +172,7 @@ def merge_report(
         summary = [f"{name} is {share} away from its base, by the Frobenius norm of all weights.", *summary]
     numbers = [("distance from the base", written(distance[0].share, "share"))] if known else []
     numbers += [("tensors", f"{len(plan.steps):,}"), ("size", size(plan.nbytes))]
-    refs = tuple((f"{i + 1}", model.ref) for i, model in enumerate(plan.models))
+    refs = tuple((f"{i + 1}", ref) for i, ref in enumerate(plan.refs))
     return Report(name, tuple(summary), tuple(blocks), {}, tuple(numbers), refs)
 
 
@@ -227,7 +227,7 @@ def _share(squares: Squares, names: Sequence[str]) -> float | Mark:
 
 def _facts(plan: Plan) -> Facts:
     facts: list[tuple[str, Value]] = [("method", plan.provenance.name), ("source", plan.provenance.source)]
-    facts += [(f"model {i + 1}", model.ref) for i, model in enumerate(plan.models)]
+    facts += [(f"model {i + 1}", ref) for i, ref in enumerate(plan.refs)]
     facts += [("seed", f"{plan.seed}"), ("stored as", plan.provenance.format)]
     facts.append(("tensors", f"{len(plan.steps):,}, {size(plan.nbytes)}"))
     return Facts("What was made", tuple((name, value) for name, value in facts if value))

@@ -171,9 +171,7 @@ def _ops(plan: Plan) -> tuple[OpFacts, ...]:
 
 def _kinds(steps: Sequence[Step]) -> tuple[KindFacts, ...]:
     facts = [
-        KindFacts(
-            kind, len(alike), sum(out.nbytes for step in alike for out in step.outs), sum(step.out.size for step in alike)
-        )
+        KindFacts(kind, len(alike), sum(out.nbytes for step in alike for out in step.outs), sum(step.numbers for step in alike))
         for kind, alike in grouped((_kind(step.out), step) for step in steps).items()
     ]
     return tuple(sorted(facts, key=lambda facts_of_kind: -facts_of_kind.nbytes))

@@ -33,7 +33,7 @@ from weightsmith._models.sources.composed import Foldered
 from weightsmith._models.sources.files import sample_files
 from weightsmith._models.structure.configs import of_diffusers
 from weightsmith.abc.stored import Wrapped
-from weightsmith.abc.tensors import read
+from weightsmith.abc.tensors import Verbatim, read
 
 if TYPE_CHECKING:
     import numpy as np
@@ -134,6 +134,7 @@ class Checkpoint(NamedTensors, Closing):
     untied       the one of `notes` on an embedding and a head that were one tensor, and are two with its adapter
     alone        a single file, opened without its folder
     plan         of a merge whose result it is, if the tensors are computed when they are read
+    verbatim     its tensors as the files have them, if they can be copied so; else None
     """
 
     def __init__(
@@ -168,6 +169,7 @@ class Checkpoint(NamedTensors, Closing):
         self.parts = folder.parts
         self.decoded = decoded
         self.plan = plan
+        self.verbatim: Verbatim | None = None
         self._temporary = folder.temporary
 
     def __fspath__(self) -> str:
@@ -310,6 +312,11 @@ class Checkpoint(NamedTensors, Closing):
         Raises ParameterError for another step and for rows of a 0-d tensor, else as `read_into`.
         """
         return read(self, name, rows, where=self.ref)
+
+    def undecoded(self) -> Checkpoint:
+        """The same files, with their tensors as `verbatim` has them. Close it; this one may be closed before."""
+        assert self.verbatim is not None
+        return Checkpoint(self.ref, self.verbatim.source, ModelFolder.like(self, config=None, files=()))
 
     def check_unchanged(self) -> None:
         """Raise CheckpointError, naming the file, if a weight file differs from when it was opened."""
@@ -612,7 +619,7 @@ def _checkpoint(
     if plain and not raw:
         wrapped = opening.without_stale_entry(wrapped, ref)
     notes = (*(note for repository in folder.repositories for note in repository.notes), *opened.notes, *wrapped.notes)
-    return Checkpoint(
+    checkpoint = Checkpoint(
         ref,
         Foldered(wrapped.source, inner, ref) if inner else wrapped.source,
         replace(folder, config=wrapped.config),
@@ -620,6 +627,9 @@ def _checkpoint(
         notes=notes,
         decoded=wrapped.kind or opened.decoded,
     )
+    if wrapped.source is opened.source and not inner:
+        checkpoint.verbatim = opened.verbatim
+    return checkpoint
 
 
 def _local_names(folder: Path) -> list[str]:

@@ -245,6 +245,12 @@ class Step:
         return sum(out.nbytes for out in self.outs)
 
     @property
+    def numbers(self) -> int:
+        """Elements of the tensor, also where it is copied as bytes of blocks."""
+        is_copy = bool(self.stored) and self.stored[0].dtype.block > 1 and not self.out.dtype.floating
+        return self.stored[0].size if is_copy else self.out.size
+
+    @property
     def family(self) -> str:
         """The encoding without its setting: `exl2` for `exl2 4/g128`."""
         return self.encoding.partition(" ")[0]
@@ -533,6 +539,11 @@ class Plan:
         for step in product.steps or self.steps:
             yield from (leaf for leaf in step.leaves if product.name in leaf.needs and leaf.out.size)
 
+    @property
+    def refs(self) -> tuple[str, ...]:
+        """What the models are called. A GGUF file may be among `models` twice: decoded, and as it is."""
+        return tuple(dict.fromkeys(model.ref for model in self.models))
+
     def label(self, read: Read) -> str:
         """The model or product that a read refers to, for messages."""
         return f"product {self.maker[read.tensor]}" if read.model == PRODUCTS else self.models[read.model].ref
@@ -577,7 +588,7 @@ class Plan:
         for step in self.steps:
             tensors, nbytes = ops.get(step.made_by, (0, 0))
             ops[step.made_by] = tensors + 1, nbytes + step.nbytes
-        rows = [("method", self.provenance.name), ("models", ", ".join(model.ref for model in self.models))]
+        rows = [("method", self.provenance.name), ("models", ", ".join(self.refs))]
         rows += [(f"by {op}", f"{tensors:,} tensors, {nbytes:,} bytes") for op, (tensors, nbytes) in ops.items()]
         rows += [("not in the output", f"{len(self.dropped):,} tensors")] if self.dropped else []
         rows += [("warning", str(finding)) for finding in self.warnings]

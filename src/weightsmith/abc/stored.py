@@ -18,9 +18,9 @@ import numpy.typing as npt
 from weightsmith._base.errors import Finding, Unsupported
 from weightsmith._base.files import show
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
-from weightsmith._plans import PlanDraft
+from weightsmith._plans import PlanDraft, Read
 from weightsmith.abc.product import Arrays
-from weightsmith.abc.tensors import FileKind, Tensors
+from weightsmith.abc.tensors import FileKind, StoredAs, Tensors
 
 Config = Mapping[str, Any]
 Specs = Mapping[str, TensorSpec]
@@ -185,6 +185,11 @@ class Encoding(ABC):
     def of_blocks(self) -> bool:
         """Whether it is for single files of diffusion models and their text encoders, which have no config.json: the
         matrices of the blocks are encoded, and no two share a scale. `config` is not asked for."""
+        return False
+
+    @property
+    def verbatim(self) -> bool:
+        """Whether the stored tensor has the bytes of the tensor, which then is never decoded."""
         return False
 
     @property
@@ -353,6 +358,8 @@ class ModelFiles:
     held     takes the names of files whose contents the output has in another form, such as keys of a header
     tensor   (name) → the bytes of a small tensor of the same model as `donor`; None: there is none
     numbers  (names) → the numbers of these tensors of the draft, which have one each, as the output would store them
+    stored_as  (what is read) → how the files of its model have the tensor; None: not so that it can be copied
+    undecoded  (the index of a model) → that of the same files, with their tensors as `stored_as` names them
     """
 
     origins: Sequence[ModelOrigin]
@@ -361,6 +368,8 @@ class ModelFiles:
     held: Callable[[Iterable[str]], None]
     tensor: Callable[[str], bytes | None] = lambda _name: None
     numbers: Callable[[Sequence[str]], Mapping[str, float]] = lambda _names: {}
+    stored_as: Callable[[Read], StoredAs | None] = lambda _read: None
+    undecoded: Callable[[int], int] = lambda model: model
 
 
 @dataclass(frozen=True, slots=True)

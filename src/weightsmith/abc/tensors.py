@@ -153,6 +153,46 @@ Index = tuple[Path, Mapping[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
+class StoredPart:
+    """Where a file has a tensor, or a part of one.
+
+    tensor  of the file, by its name there
+    dtype   in the file; it may be a type of blocks
+    first   element of the file's tensor, as `Verbatim.source` gives it, that is the first
+    """
+
+    tensor: str
+    dtype: DType
+    first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAs:
+    """How a file has a tensor of the model.
+
+    encoding  that would store it so, by its name
+    parts     what the encoding's stored tensors are in the file, one for each
+    order     of its rows or columns in the file; None: that of the model
+    """
+
+    encoding: str
+    parts: tuple[StoredPart, ...]
+    order: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verbatim:
+    """The tensors of files as the files have them, for an output of the same format that keeps their bytes.
+
+    source     under the files' names; types of blocks as U8, a row of bytes for each row
+    stored_as  (a name of the decoded model) → how the files have the tensor; None: not so that it can be copied
+    """
+
+    source: Tensors
+    stored_as: Callable[[str], StoredAs | None]
+
+
+@dataclass(frozen=True, slots=True)
 class OpenedFiles:
     """Open weight files.
 
@@ -162,6 +202,7 @@ class OpenedFiles:
     files     config.json, the tokenizer and other files, of a format whose weight files contain all of the model: name →
               content. They take the place of what is in the folder
     decoded   the quantisation of the weights, which the source decodes; "" if there is none
+    verbatim  the tensors as the files have them; None: `source` has them so
     """
 
     source: Tensors
@@ -169,6 +210,7 @@ class OpenedFiles:
     notes: tuple[Finding, ...] = ()
     files: Mapping[str, bytes] = field(default_factory=dict)
     decoded: str = ""
+    verbatim: Verbatim | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -301,8 +301,8 @@ def _show(plan: Plan, summary: Summary, running: RunOptions, out: str) -> None:
 def _show_models(plan: Plan, summary: Summary) -> None:
     """What is merged, and what must be there first."""
     fact("method", plan.provenance.name)
-    for i, model in enumerate(plan.models):
-        fact("" if i else "models", f"{model.ref}{f' at {model.revision}' if model.revision else ''}")
+    for i, (ref, revision) in enumerate({model.ref: model.revision for model in plan.models}.items()):
+        fact("" if i else "models", f"{ref}{f' at {revision}' if revision else ''}")
     for stage in summary.stages:
         nbytes = f"{count(stage.tensors, 'tensor')}, {size(stage.nbytes)}"
         how = f"written first, because {stage.why}" if stage.why else "computed on the fly"

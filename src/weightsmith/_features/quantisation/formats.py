@@ -70,11 +70,12 @@ from weightsmith._planning.planner.encode import encodable, quantise
 from weightsmith._planning.planner.files import NO_CONFIG, joined, lacking
 from weightsmith._planning.planner.numbers import numbers_of
 from weightsmith._planning.planner.pipelines import drop_subfolders
-from weightsmith._planning.planner.prepared import Prepared
-from weightsmith._plans import PLAIN, PlanDraft, Product, Step
+from weightsmith._planning.planner.prepared import Prepared, model_input
+from weightsmith._plans import PLAIN, PlanDraft, Product, Read, Step
 from weightsmith._plans.codec import has_type
 from weightsmith.abc.product import Arrays, Floats
 from weightsmith.abc.stored import Encoding, ModelFiles, ModelFormat, ModelOrigin, ModelRequest, StoredFormat, Writing
+from weightsmith.abc.tensors import StoredAs
 
 _SIZES = frozenset({"size_bytes", "target"})
 
@@ -168,6 +169,8 @@ class WholeFormat(Format):
             held.update,
             partial(_tensor_of_donor, prepared),
             partial(numbers_of, prepared),
+            partial(_stored_as, prepared),
+            partial(_undecoded, prepared),
         )
         files = self._format.prepare(draft, companions, request)
         if draft.config is None:  # programs that read the format need no config.json
@@ -211,6 +214,25 @@ def _problems_of_a_plan() -> Iterator[None]:
 
 
 # ---- what is beside the weights
+
+
+def _stored_as(prepared: Prepared, read: Read) -> StoredAs | None:
+    """How the files of a model have a tensor; None: not so that it can be copied."""
+    verbatim = prepared.inputs[read.model].verbatim if read.model >= 0 else None
+    return None if verbatim is None else verbatim.stored_as(read.tensor)
+
+
+def _undecoded(prepared: Prepared, model: int) -> int:
+    """The index of a model as its files have it, which the first call adds to the draft."""
+    source = prepared.inputs[model].verbatim
+    assert source is not None
+    for number, other in enumerate(prepared.inputs):
+        if other.source is source.source:
+            return number
+    files = prepared.inputs[model].undecoded()
+    prepared.inputs = (*prepared.inputs, files)
+    prepared.draft.models.append(model_input(files))
+    return len(prepared.inputs) - 1
 
 
 def _files_of(assembled: Prepared, names: Sequence[str]) -> dict[str, bytes]:
@@ -447,7 +469,7 @@ def apply_format(prepared: Prepared, name: str, settings: QuantizeSettings, opti
     draft.warnings += family_problems(name, draft.config, settings)
     chosen.apply(prepared, settings)
     prepared.draft.provenance = replace(prepared.draft.provenance, format=name)
-    prepared.draft.warnings += _decoded(prepared.inputs, name)
+    prepared.draft.warnings += _decoded(prepared, name)
     prepared.named += _files(settings)
 
 
@@ -558,12 +580,21 @@ def _files(settings: QuantizeSettings) -> list[Path]:
     return [expand_user(name) for name in (calibration, settings.measurement, settings.imatrix) if name is not None]
 
 
-def _decoded(models: Iterable[Checkpoint], name: str) -> list[Finding]:
-    """Which models are quantised already."""
+def _is_decoded(prepared: Prepared, read: Read) -> bool:
+    """Whether a tensor is, or may be, decoded from codes."""
+    in_file = _stored_as(prepared, read)
+    return in_file is None or any(part.dtype.block > 1 for part in in_file.parts)
+
+
+def _decoded(prepared: Prepared, name: str) -> list[Finding]:
+    """Which models are quantised already, and are decoded."""
+    draft = prepared.draft
+    steps = [*draft.steps, *(step for product in draft.products for step in product.steps)]
+    read = {read.model for step in steps for read in step.reads if read.model >= 0 and _is_decoded(prepared, read)}
     return [
         Finding(f"it is quantised already ({model.decoded}): its weights are dequantised, then stored as {name}", model.ref)
-        for model in models
-        if model.decoded
+        for number, model in enumerate(prepared.inputs)
+        if model.decoded and (number in read or draft.then is not None)
     ]
 
 

@@ -160,6 +160,9 @@ def _open(plan: Plan, number: int, ref: ModelRef, stack: ExitStack) -> Checkpoin
                     opened = as_lora(adapter, shapes).checkpoint
     if opened is not None and opened.identity == planned.identity:
         return _unchanged(planned, opened)
+    if opened is not None and opened.verbatim is not None and opened.verbatim.source.identity == planned.identity:
+        opened.close()
+        return _unchanged(planned, opened.undecoded())
     if ref.lora is None and (opened is None or opened.quantised is None):
         try:
             raw = open_checkpoint(ref.path, revision=ref.revision or None, raw=True, download=False)

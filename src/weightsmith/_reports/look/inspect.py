@@ -398,7 +398,7 @@ def _amounts(specs: Sequence[TensorSpec], names: Sequence[str]) -> tuple[Amount,
 def _stored(model: Checkpoint, names: Sequence[str]) -> list[TensorSpec]:
     """The tensors as they are in the files: of quantised weights codes and scales."""
     if isinstance(model.source, GgufTensors | GgufMovedTensors):
-        return [replace(model.specs[name], dtype=model.source.stored_as(name)) for name in names]
+        return [replace(model.specs[name], dtype=model.source.dtype_in_file(name)) for name in names]
     path = model.ref.partition("+")[0]
     with open_checkpoint(path.partition("@")[0], revision=path.partition("@")[2] or None, raw=True, download=False) as raw:
         if set(names) == set(model.specs):

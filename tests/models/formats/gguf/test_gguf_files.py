@@ -265,6 +265,7 @@ FAMILIES = {
     "dbrx": "DBRX",
     "llama4": "LLAMA4",
     "gemma3n": "GEMMA3N",
+    "deepseek-v32": "",
 }
 """Their names in gguf-py; "": it does not know them yet."""
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
@@ -302,6 +303,7 @@ OWN: dict[str, dict[str, Any]] = {
     ),
     "nemotron-h-moe": {"intermediate_size": 21504},
     "glm-dsa": {"index_topk": 40},
+    "deepseek-v32": {"index_topk": 40, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
     "gemma3n": {"intermediate_size": 2048, "vocab_size_per_layer_input": 64, "rope_parameters": GEMMA3N_ROPE},
     "gpt-neox": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}},
     "granite-hybrid": GRANITE | {"intermediate_size": 16, "num_experts_per_tok": 0, "position_embedding_type": "nope"},
@@ -1374,7 +1376,7 @@ EXPERTS = (
     *("dots1", "glm4-moe", "deepseek-v2", "deepseek-v3", "granite-moe-shared", "ernie4-5-moe", "lfm2-moe"),
     *("qwen3-next", "qwen3.5-moe", "gpt-oss", "gemma4", "gemma4-moe", "granite-hybrid", "granite-hybrid-moe"),
     *("nemotron-h", "nemotron-h-moe", "falcon-h1", "jamba", "kimi-linear", "mamba", "mamba2"),
-    *("llama4", "gemma3n"),
+    *("llama4", "gemma3n", "deepseek-v32"),
 )
 MIXERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 GRANITE_9 = {"layer_types": ["attention" if i in (2, 5, 6) else "mamba" for i in range(9)], "mamba_d_head": 128}
@@ -1394,6 +1396,7 @@ WIDE_TOO: dict[str, dict[str, Any]] = {
     "gemma4": {"num_hidden_layers": 6, "vocab_size_per_layer_input": 262},
     "gemma4-moe": {"num_hidden_layers": 6},
     "phimoe": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "deepseek-v32": {"kv_lora_rank": 256, "q_lora_rank": 256},
     "gemma3n": {"num_hidden_layers": 22, "vocab_size_per_layer_input": 262},
     "glm-dsa": {"kv_lora_rank": 256, "q_lora_rank": 256, "indexer_types": ["full", "shared", "full"] * 3},
 }

@@ -23,7 +23,8 @@ Tensors = dict[str, npt.NDArray[Any]]
 
 FAMILIES = {
     **dict.fromkeys(
-        ("glm4-moe", "glm4-moe-lite", "exaone-moe", "glm-dsa", "qwen3-next", "hy-v3", "cohere2-moe"), "num_nextn_predict_layers"
+        ("glm4-moe", "glm4-moe-lite", "exaone-moe", "glm-dsa", "deepseek-v32", "qwen3-next", "hy-v3", "cohere2-moe"),
+        "num_nextn_predict_layers",
     ),
     **dict.fromkeys(("qwen3.5", "qwen3.5-moe"), "mtp_num_hidden_layers"),
 }

@@ -277,10 +277,12 @@ class CutWeight(Weight):
     """A tensor of the Hub that is put together from parts.
 
     height, parts  rows of a band, and what each of `stored` is of it
+    flat           see `SplitTensor`
     """
 
     height: int
     parts: tuple[Pieces, ...]
+    flat: bool
 
     @property
     def preferred_rows(self) -> int:
@@ -325,7 +327,7 @@ def cut_weight(
     if not fits:
         what = f"the parts of {show(name)} have the shapes {', '.join(str(list(part)) for part in shapes)}"
         raise FormatError(what, where=where, fix=DAMAGED)
-    return CutWeight(TensorSpec(name, DTYPES["F32"], shape), stored, natural_dtype, height, parts)
+    return CutWeight(TensorSpec(name, DTYPES["F32"], shape), stored, natural_dtype, height, parts, split.flat)
 
 
 def _whole_shape(split: SplitTensor, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

@@ -36,7 +36,19 @@ from weightsmith._models.formats.gguf.mmproj import TOKENIZER, UNUSED, ImageFile
 from weightsmith._models.formats.gguf.pooling import MODULES, Pooling, pooling_of, score_head, unstated, with_template
 from weightsmith._models.formats.gguf.tokenizer.chat import NAMED_TEMPLATE
 from weightsmith._models.formats.gguf.tokenizer.files import READ
-from weightsmith._models.formats.gguf.types import MIXTURES, TABLES, Chosen, Mixture, Shape, fitting, read_types, type_of
+from weightsmith._models.formats.gguf.types import (
+    COPIED,
+    MIXTURES,
+    TABLES,
+    Chosen,
+    Mixture,
+    Shape,
+    file_type,
+    fitting,
+    read_types,
+    type_of,
+)
+from weightsmith._models.formats.gguf.verbatim import copied, find_copied
 from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PLAIN, PREFIX, TYPES, GgufEncoding, find, libgguf
 from weightsmith._models.structure.projections import joined_sets
 from weightsmith._plans import (
@@ -57,6 +69,7 @@ from weightsmith._plans import (
 )
 from weightsmith._plans import PLAIN as UNENCODED
 from weightsmith.abc.stored import ModelFiles, ModelFormat, ModelRequest, maximum_name
+from weightsmith.abc.tensors import StoredAs
 
 _NAMED = "names are llama.cpp's: blk.0.attn_q.weight, blk.0.ffn_down.weight, token_embd.weight, output.weight"
 _HEAD_IS_EMBEDDING = "the head is the embedding"
@@ -95,7 +108,7 @@ class GgufFormat(ModelFormat):
         about = f"{bits:g} bits a weight" if mixture.default == mixture.name else f"{bits:g}+ bits a weight"
         self.mixture = mixture
         self.name = f"gguf-{mixture.name.lower()}"
-        self.summary = f"one GGUF file, {about}"
+        self.summary = f"one GGUF file, {'tensors of GGUF inputs keep their types' if mixture.name == COPIED.name else about}"
         if mixture.name in DIFFUSION_MIXTURES:
             self.readers += ", ComfyUI-GGUF"
         self.measures = mixture.default not in ("F32", "F16", "BF16", "Q8_0", _FACTORED)
@@ -176,7 +189,7 @@ class GgufFormat(ModelFormat):
         return "" if place is None else place.name
 
 
-FORMATS = tuple(map(GgufFormat, MIXTURES))
+FORMATS = tuple(map(GgufFormat, (*MIXTURES, COPIED)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,12 +249,15 @@ def _prepare(
     shapes = {spec.name: spec.shape for tensor in stored for spec in tensor.specs}
     model.architecture.check_tensors(model.config, shapes)
     model.architecture.check_sizes(model.config, keys, shapes)
+    stored = _with_files(stored, model, companions)
     types = _types(model, stored, _shape(model, stored, keys, weighted=bool(importances)))
+    if model.mixture.name == COPIED.name:
+        keys |= _file_type(stored, types)
     complete, defaults = _complete(importances, stored)
     steps, problems = list[Step](), _unmatched(model, stored)
     for tensor, kinds in zip(stored, types, strict=True):
         with noting(problems):
-            steps.append(_encoded(tensor, kinds, complete, model, draft))
+            steps += _encoded(tensor, kinds, complete, model, draft, companions)
     if problems:
         raise PlanError(problems)
     steps, maxima = _with_maxima(steps, draft)
@@ -261,7 +277,7 @@ def _prepare(
     _keep_files(model, draft, companions, about)
     draft.warnings += [*_unused(importances, stored), *defaults, *_left_out(dropped, model.architecture), *warnings, *findings]
     draft.warnings += [*pooling.warnings, *(unstated(keys | about) if model.architecture.encodes else ())]
-    draft.warnings += [*_changed(steps, model.chosen), *_fallen_back(model, steps)]
+    draft.warnings += [*_changed(steps, model.chosen), *_fallen_back(model, steps), *_encoded_again(model, steps)]
     if differs := model.architecture.differs:
         draft.warnings.append(Finding(differs, "config.json", fix="compare its answers with those of the original model"))
 
@@ -358,7 +374,10 @@ def _types(model: _Model, stored: Sequence[_Stored], shape: Shape) -> list[list[
     """The types of each tensor, or of its parts. Raises Unsupported if libgguf is missing and needed."""
     from weightsmith._kernels.ggml import ENCODED
 
-    types = [[_type(model, spec, shape) for spec in tensor.specs] for tensor in stored]
+    if model.mixture.name == COPIED.name and not any(tensor.in_file for tensor in stored):
+        what = "none of the inputs is a GGUF file, whose types the output would have"
+        raise Unsupported(what, fix=f"choose the types, such as {PREFIX}q4_k_m")
+    types = [[_type(model, tensor, i, shape) for i in range(len(tensor.specs))] for tensor in stored]
     if model.mixture.name == _FACTORED:
         names = {*_names(stored)}
 
@@ -378,12 +397,32 @@ def _types(model: _Model, stored: Sequence[_Stored], shape: Shape) -> list[list[
     return types
 
 
-def _type(model: _Model, spec: TensorSpec, shape: Shape) -> str:
-    """The type of a tensor. Layers that predict, and what llama.cpp never reads, have no importances: they never run."""
-    kind = type_of(model.mixture, spec, shape, model.chosen)
+def _type(model: _Model, stored: _Stored, part: int, shape: Shape) -> str:
+    """The type of a tensor, or of one of its parts.
+
+    Layers that predict, and what llama.cpp never reads, have no importances: they never run.
+    """
+    spec, mixture, in_file = stored.specs[part], model.mixture, stored.in_file
+    if mixture.name == COPIED.name:
+        kind = stored.step.out.dtype.name
+        if in_file is not None and len(in_file.parts) >= len(stored.specs):
+            kind = in_file.parts[part].dtype.name
+        mixture = replace(mixture, default=kind if kind in TYPES else "F32")
+    kind = type_of(mixture, spec, shape, model.chosen)
     unmeasured = model.architecture.predicts(spec.name) or spec.name in model.architecture.unread(model.config)
-    weighted = unmeasured and _must_be_weighted(kind, model.mixture)
+    weighted = unmeasured and _must_be_weighted(kind, mixture)
     return fitting("Q4_K", spec.shape[-1]) if weighted else kind
+
+
+def _file_type(stored: Sequence[_Stored], types: Sequence[Sequence[str]]) -> dict[str, Value]:
+    """The key of the mixture that comes nearest to the types of the matrices."""
+    kinds = [
+        (spec, kind)
+        for tensor, kinds in zip(stored, types, strict=True)
+        for spec, kind in zip(tensor.specs, kinds, strict=True)
+    ]
+    number = file_type(kind for spec, kind in kinds if len(spec.shape) > 1)
+    return {} if number is None else {"general.file_type": Value("u32", number)}
 
 
 def _names(stored: Iterable[_Stored]) -> list[str]:
@@ -443,6 +482,18 @@ def _fallen_back(model: _Model, steps: Sequence[Step]) -> list[Finding]:
             fix = "choose a format whose blocks are shorter, such as gguf-q4_0, or accept a larger file"
         findings.append(Finding(what, alike[0].name, fix=fix))
     return findings
+
+
+def _encoded_again(model: _Model, steps: Sequence[Step]) -> list[Finding]:
+    """Tensors of blocks that are not copied, in a file whose types are those of the inputs."""
+    if model.mixture.name != COPIED.name:
+        return []
+    blocks = [step for step in steps if any(out.dtype.block > 1 for out in step.stored)]
+    encoded = [step for step in blocks if find_copied(step.encoding) is None]
+    if not encoded:
+        return []
+    what = f"{len(encoded):,} of {count(len(blocks), 'tensor')} with blocks are encoded: no input has them as the output does"
+    return [Finding(what, encoded[0].out.name, fix="use the output as it is: the others are copied")]
 
 
 def _left_out(dropped: Sequence[Dropped], architecture: GgufArchitecture) -> list[Finding]:
@@ -554,6 +605,7 @@ class _Stored:
     height  rows of a band, of a tensor in parts
     parts   what each part is of a band; (): the tensor is stored as one
     flat    see `SplitTensor`
+    in_file how a GGUF file has it, or the first of what it is made from; None: none has
     """
 
     step: Step
@@ -561,6 +613,18 @@ class _Stored:
     height: int = 0
     parts: tuple[Pieces, ...] = ()
     flat: bool = False
+    in_file: StoredAs | None = None
+
+
+def _with_files(stored: Sequence[_Stored], model: _Model, companions: ModelFiles) -> list[_Stored]:
+    """The tensors with `in_file`: of the first tensor that a step reads, or of the one that an unread one is like."""
+    reads = {tensor.specs[0].name: next((read for read in tensor.step.reads if read.model >= 0), None) for tensor in stored}
+    unread, complete = model.architecture.unread(model.config), list[_Stored]()
+    for tensor in stored:
+        name = tensor.specs[0].name
+        read = reads.get(unread.get(name, name))
+        complete.append(tensor if read is None else replace(tensor, in_file=companions.stored_as(read)))
+    return complete
 
 
 def _stored_as(steps: Sequence[Step], model: _Model) -> list[_Stored]:
@@ -644,11 +708,16 @@ def _in_order(step: Step, order: HeadOrder | None, draft: PlanDraft) -> Step:
     return replace(step, inputs=tuple(replace(read, view=view) for read in step.inputs))
 
 
-def _encoded(stored: _Stored, kinds: Sequence[str], importances: Importances, model: _Model, draft: PlanDraft) -> Step:
-    """The step of a tensor that is stored as one of these types, or in parts of these. Raises FormatError, Unsupported."""
+def _encoded(
+    stored: _Stored, kinds: Sequence[str], importances: Importances, model: _Model, draft: PlanDraft, companions: ModelFiles
+) -> list[Step]:
+    """The step of a tensor that is stored as one of these types, or in parts of these; or those that copy it from GGUF files.
+
+    Raises FormatError, Unsupported.
+    """
     spec, dtypes = stored.specs[0], [TYPES[kind] for kind in kinds]
     architecture, config = model.architecture, model.config
-    step = _in_order(stored.step, architecture.order(spec.name, config), draft)
+    order = architecture.order(spec.name, config)
     encoding: GgufEncoding | CutEncoding
     if stored.parts:
         encoding = CutEncoding(stored.height, tuple(zip(dtypes, stored.parts, strict=True)), stored.flat)
@@ -657,7 +726,7 @@ def _encoded(stored: _Stored, kinds: Sequence[str], importances: Importances, mo
         turned = architecture.rotated_heads(spec.name, heads, config.count("num_key_value_heads", heads))
         head_rows, decays = spec.shape[0] // turned if turned else 0, is_decay(spec.name)
         shift, skipped = architecture.shift_of(spec.name), architecture.rows_skipped(spec.name, config)
-        factored = kinds[0] == model.mixture.name == _FACTORED
+        factored = kinds[0] == model.mixture.name == _FACTORED or (architecture.factored and _is_factored(stored, kinds[0]))
         columns = architecture.columns_of(spec.name, config)
         encoding = GgufEncoding(
             dtypes[0],
@@ -670,6 +739,12 @@ def _encoded(stored: _Stored, kinds: Sequence[str], importances: Importances, mo
             times=architecture.times(spec.name, config),
             deep=architecture.is_deepened(spec.name),
         )
+    names = [part.name for part in stored.specs]
+    if encoding.maxima:
+        names.append(f"{names[0].removesuffix('.weight')}.scale")
+    if copies := copied(stored.step, encoding, order, names, companions):
+        return copies
+    step = _in_order(stored.step, order, draft)
     tables, weighted = list[Floats](), -1
     for part, kind in zip(stored.specs, kinds, strict=True):
         values = _importances(importances, part, kind, model.mixture) if TYPES[kind].block > 1 else None
@@ -678,12 +753,13 @@ def _encoded(stored: _Stored, kinds: Sequence[str], importances: Importances, mo
     if any(table.any() for table in tables):
         weighted = len(draft.tables)
         draft.tables.append(Table(np.concatenate(tables).astype("<f4").tobytes()))
-    outs = encoding.outs(step.out)
-    names = [part.name for part in stored.specs]
-    if encoding.maxima:
-        names.append(f"{names[0].removesuffix('.weight')}.scale")
-    named_outs = tuple(replace(out, name=name) for out, name in zip(outs, names, strict=True))
-    return replace(step, encoding=encoding.name, stored=named_outs, weighted=weighted)
+    named_outs = tuple(replace(out, name=name) for out, name in zip(encoding.outs(step.out), names, strict=True))
+    return [replace(step, encoding=encoding.name, stored=named_outs, weighted=weighted)]
+
+
+def _is_factored(stored: _Stored, kind: str) -> bool:
+    """Whether a file has a tensor of this type as numbers with a factor."""
+    return kind == _FACTORED and stored.in_file is not None and len(stored.in_file.parts) > len(stored.specs)
 
 
 def _with_maxima(steps: Sequence[Step], draft: PlanDraft) -> tuple[list[Step], list[Product]]:
@@ -736,6 +812,8 @@ def _importances(importances: Importances, spec: TensorSpec, kind: str, mixture:
     if values is None and _must_be_weighted(kind, mixture) and not ends:
         what = f"it would be stored as {kind}, which gives garbage without importances"
         fix = "write --calibration built-in, give an importance matrix that has this tensor (--imatrix FILE), or use more bits"
+        if mixture.name == COPIED.name:
+            fix = f"choose another type for it with {named('tensor_types')}"
         raise Unsupported(what, where=spec.name, fix=fix)
     return values
 

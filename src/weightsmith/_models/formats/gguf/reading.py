@@ -28,17 +28,26 @@ from weightsmith._models.formats.gguf.architectures import architecture_of_file
 from weightsmith._models.formats.gguf.base.architecture import Contents, GgufArchitecture
 from weightsmith._models.formats.gguf.base.tensors import is_decay, predicts
 from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufValues
-from weightsmith._models.formats.gguf.cuts import KeyWeight, cut_weight, ordered_weight, padded_weight
+from weightsmith._models.formats.gguf.cuts import (
+    CutEncoding,
+    CutWeight,
+    KeyWeight,
+    OrderedWeight,
+    cut_weight,
+    ordered_weight,
+    padded_weight,
+)
 from weightsmith._models.formats.gguf.diffusion.spiece import SPIECE, spiece_of_keys
 from weightsmith._models.formats.gguf.header import ADAPTER_TYPE, SMALL, GgufHeader, GgufTensor, read_gguf_header, text_of
 from weightsmith._models.formats.gguf.pooling import pooling_files
 from weightsmith._models.formats.gguf.single_files import is_single_file, is_umt5, single_file_dtype, single_file_spec
 from weightsmith._models.formats.gguf.tokenizer.files import tokenizer_files
-from weightsmith._models.formats.gguf.writing import dequantise, from_llama_order, libgguf
+from weightsmith._models.formats.gguf.verbatim import GgufBytes, as_bytes
+from weightsmith._models.formats.gguf.writing import GgufEncoding, dequantise, from_llama_order, libgguf
 from weightsmith._models.sources.composed import Foldered, StateDict
 from weightsmith._models.sources.files import FileTensors, SourceFile, unite
 from weightsmith._models.tokenizers.files import json_bytes
-from weightsmith.abc.tensors import FileKind, Index, OpenedFiles, Tensors
+from weightsmith.abc.tensors import FileKind, Index, OpenedFiles, StoredAs, StoredPart, Tensors, Verbatim
 
 SUFFIX = ".gguf"
 CHUNK_ELEMENTS = 1 << 18
@@ -57,11 +66,15 @@ class Factors:
     file     that has them
     offset   of the first byte
     count    one for each matrix of the tensor, or one for all
+    name     of their tensor in the file
+    first    of the file's tensor that is the first
     """
 
     file: Path
     offset: int
     count: int
+    name: str
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +89,8 @@ class StoredBlocks:
     shift      what was added to the values
     decays     whether -exp of the values is stored
     factors    by which its matrices are multiplied
+    name       of the tensor in the file; of the experts of a layer, which are one there, of all of them
+    expert     its number among these
     """
 
     spec: TensorSpec
@@ -86,6 +101,8 @@ class StoredBlocks:
     shift: float = 0.0
     decays: bool = False
     factors: Factors | None = None
+    name: str = ""
+    expert: int = 0
 
     @property
     def plain(self) -> bool:
@@ -108,9 +125,20 @@ class GgufTensors(FileTensors[StoredBlocks]):
         dtype = self._find(name).spec.dtype
         return self._dtype if dtype.floating else dtype
 
-    def stored_as(self, name: str) -> DType:
+    def dtype_in_file(self, name: str) -> DType:
         """The dtype of a tensor in the file."""
         return self._find(name).stored
+
+    def stored_as(self, name: str) -> StoredAs:
+        """How the file has a tensor."""
+        tensor = self._find(name)
+        factors, cols = tensor.factors, tensor.spec.shape[-1] if tensor.spec.shape else 1
+        encoding = GgufEncoding(tensor.stored, tensor.head_rows, tensor.shift, tensor.decays, factored=factors is not None)
+        first = tensor.expert * (tensor.spec.size // cols) * as_bytes(TensorSpec("", tensor.stored, (cols,))).size
+        parts = [StoredPart(tensor.name, tensor.stored, first)]
+        if factors is not None:
+            parts.append(StoredPart(factors.name, DTYPES["F32"], factors.first))
+        return StoredAs(encoding.name, tuple(parts))
 
     def location(self, name: str) -> tuple[int, int] | None:
         tensor = self._find(name)
@@ -187,10 +215,23 @@ class GgufMovedTensors(DecodedTensors):
         self._first = {weight.spec.name: weight.stored[:1] for weight in weights}
         self._blocks = stored
 
-    def stored_as(self, name: str) -> DType:
+    def dtype_in_file(self, name: str) -> DType:
         """The dtype of a tensor in the file; of its first part. That of a key is F32."""
         first = self._first.get(name, (name,))
-        return self._blocks.stored_as(first[0]) if first else DTYPES["F32"]
+        return self._blocks.dtype_in_file(first[0]) if first else DTYPES["F32"]
+
+    def stored_as(self, name: str) -> StoredAs | None:
+        """How the file has a tensor; None: in a key, or without its first rows."""
+        weight = self._weight(name)
+        if weight is None:
+            return self._blocks.stored_as(name)
+        if isinstance(weight, OrderedWeight):
+            return replace(self._blocks.stored_as(weight.stored[0]), order=weight.order)
+        if not isinstance(weight, CutWeight):
+            return None
+        dtypes = map(self._blocks.dtype_in_file, weight.stored)
+        encoding = CutEncoding(weight.height, tuple(zip(dtypes, weight.parts, strict=True)), weight.flat)
+        return StoredAs(encoding.name, tuple(self._blocks.stored_as(part).parts[0] for part in weight.stored))
 
 
 def choose(names: Sequence[str], where: str) -> FolderWeights | None:
@@ -273,7 +314,13 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
         in_keys = architecture.numbers_of_keys(GgufValues(first.keys, where, DAMAGED), config["num_hidden_layers"])
         weights += [KeyWeight(TensorSpec(name, DTYPES["F32"], shape), (), dtype, n) for name, (n, shape) in in_keys.items()]
     source = GgufMovedTensors(whole, weights, where) if weights else whole
-    return OpenedFiles(source, notes=(*notes, *padded), files=other_files, decoded=_most_blocks(tensors.values()))
+    return OpenedFiles(
+        source,
+        notes=(*notes, *padded),
+        files=other_files,
+        decoded=_most_blocks(tensors.values()),
+        verbatim=Verbatim(GgufBytes(headers, files, where), source.stored_as),
+    )
 
 
 def _moved(
@@ -354,7 +401,7 @@ def _factors(
                 what = f"tensor {show(tensor.name)} is {tensor.dtype} {list(tensor.shape)}"
                 what += f", not F32 of 1 or {matrices:,} numbers"
                 raise FormatError(what, where=str(path), fix=DAMAGED)
-            factors[tensor.name] = Factors(path, tensor.offset, count)
+            factors[tensor.name] = Factors(path, tensor.offset, count, tensor.name)
     return factors
 
 
@@ -412,7 +459,7 @@ def _tensors(path: Path, header: GgufHeader, named: _Named) -> list[StoredBlocks
         head_rows = tensor.shape[0] // heads if heads else 0
         shape = architecture.hub_shape(tensor.name, tensor.shape)
         spec = TensorSpec(name, dtype, shape)
-        stored.append(StoredBlocks(spec, path, tensor.offset, tensor.dtype, head_rows, shift, decays, factors))
+        stored.append(StoredBlocks(spec, path, tensor.offset, tensor.dtype, head_rows, shift, decays, factors, tensor.name))
     return stored
 
 
@@ -432,8 +479,8 @@ def _experts(path: Path, tensor: GgufTensor, name: str, experts: int, factors: F
         spec = TensorSpec(name.format(expert), dtype, tensor.shape[1:])
         offset, one = tensor.offset + expert * (tensor.nbytes // experts), factors
         if factors is not None and factors.count > 1:
-            one = replace(factors, offset=factors.offset + 4 * expert, count=1)
-        yield StoredBlocks(spec, path, offset, tensor.dtype, factors=one)
+            one = replace(factors, offset=factors.offset + 4 * expert, count=1, first=expert)
+        yield StoredBlocks(spec, path, offset, tensor.dtype, factors=one, name=tensor.name, expert=expert)
 
 
 KIND = FileKind("GGUF", (SUFFIX,), (), choose, open_files)

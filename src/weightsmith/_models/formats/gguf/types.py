@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -66,6 +67,8 @@ MIXTURES = tuple(
         ("IQ2_XXS", 19, "IQ2_XXS"),
     )
 )
+COPIED = Mixture("COPY", 0, "BF16")
+"""As llama.cpp calls it: the types of the inputs. The default is for what no GGUF file has; `file_type` gives the number."""
 
 _FALLBACK = {
     **dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS"), "IQ4_NL"),
@@ -171,9 +174,23 @@ def type_of(mixture: Mixture, spec: TensorSpec, shape: Shape, chosen: Chosen = (
         ruled = "MXFP4" if several else "Q8_0"
     elif mixture.name == "NVFP4":  # as NVIDIA's checkpoints have it: the embedding and the head have more bits
         ruled = "NVFP4" if _LAYER.match(name) else "Q8_0"
+    elif mixture.name == COPIED.name:
+        ruled = mixture.default
     else:
         ruled = _by_rule(mixture.name, mixture.default, name, spec.shape[-1], shape)
     return fitting(asked or ruled, spec.shape[-1])
+
+
+def file_type(types: Iterable[str]) -> int | None:
+    """llama.cpp's number of the mixture whose default most matrices have; None: there is none.
+
+    >>> file_type(["Q4_K", "Q6_K", "Q4_K"]), file_type(["IQ1_S"])
+    (15, None)
+    """
+    most = Counter(types).most_common(1)
+    alike = [mixture for mixture in MIXTURES if most and mixture.default == most[0][0]]
+    best = [mixture for mixture in alike if mixture.name.endswith("_M")] or alike
+    return best[0].number if best else None
 
 
 def fitting(kind: str, cols: int) -> str:

@@ -73,9 +73,34 @@ LATENT_PARTS = (
 )
 """Its `splits`."""
 
+_INDEXER_HEADS, _INDEXER_WIDTH = "attention.indexer.head_count", "attention.indexer.key_length"
+INDEXER = {
+    **{"indexer.attn_q_b": "self_attn.indexer.wq_b", "indexer.attn_k": "self_attn.indexer.wk"},
+    **{"indexer.k_norm": "self_attn.indexer.k_norm", "indexer.proj": "self_attn.indexer.weights_proj"},
+}
+"""`GgufArchitecture.layer` of what chooses the tokens that a layer attends to."""
+INDEXER_SHAPES: Mapping[str, TensorShape] = {
+    "indexer.attn_q_b": (product_of(_INDEXER_HEADS, _INDEXER_WIDTH), _QUERY_RANK),
+    **{"indexer.attn_k": (product_of(_INDEXER_WIDTH), WIDTH), "indexer.proj": (product_of(_INDEXER_HEADS), WIDTH)},
+}
+INDEXER_NUMBERS = (
+    GgufKey(_INDEXER_HEADS, "index_n_heads"),
+    GgufKey(_INDEXER_WIDTH, "index_head_dim"),
+    GgufKey("attention.indexer.top_k", "index_topk"),
+)
+"""Its `numbers`."""
+_ROTATED = 64
+"""How many numbers of an indexer's head llama.cpp rotates at a time."""
+
+
+def check_indexer(config: GgufConfig) -> None:
+    """Raise FormatError for an indexer whose heads llama.cpp cannot rotate."""
+    if (width := config.count("index_head_dim")) % _ROTATED:
+        raise config.wrong("index_head_dim", width, f"which is not a multiple of {_ROTATED}, as llama.cpp needs it")
+
 
 class DeepseekV2(GgufArchitecture):
-    """DeepSeek-V2, and the base of V3 and GLM 5."""
+    """DeepSeek-V2, and the base of V3, V3.2 and GLM 5."""
 
     name = "deepseek2"
     class_name = "DeepseekV2ForCausalLM"
@@ -170,4 +195,29 @@ class DeepseekV3(DeepseekV2):
         """llama.cpp chooses groups as V3 does."""
 
 
-FAMILY = GgufFamily((DeepseekV3(), DeepseekV2()))
+class DeepseekV32(DeepseekV2):
+    """DeepSeek-V3.2: an indexer in each layer chooses the tokens that it attends to."""
+
+    name = "deepseek32"
+    class_name = "DeepseekV32ForCausalLM"
+    model_types = ("deepseek_v32",)
+    bare = ROUTER_BIAS
+    layer = {**DeepseekV2.layer, **INDEXER}
+    shapes = {**DeepseekV2.shapes, **INDEXER_SHAPES}
+    numbers = (*EXPERT_NUMBERS, *INDEXER_NUMBERS)
+    constants = SIGMOID_ROUTER
+    fixed = {**DeepseekV3.fixed, "mlp_bias": False}
+    predicting = PREDICTING
+
+    def check_groups(self, config: GgufConfig) -> None:
+        """llama.cpp chooses groups as V3 does."""
+
+    def has_plain_queries(self, layers: int, tokens: int) -> bool:
+        return False
+
+    def check(self, config: GgufConfig) -> None:
+        super().check(config)
+        check_indexer(config)
+
+
+FAMILY = GgufFamily((DeepseekV3(), DeepseekV2(), DeepseekV32()))

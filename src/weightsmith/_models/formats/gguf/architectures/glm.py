@@ -7,13 +7,21 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from weightsmith._models.formats.gguf.architectures.deepseek import EXPERT_NUMBERS, PREDICTING, DeepseekV2, DeepseekV3
+from weightsmith._models.formats.gguf.architectures.deepseek import (
+    EXPERT_NUMBERS,
+    INDEXER,
+    INDEXER_NUMBERS,
+    INDEXER_SHAPES,
+    PREDICTING,
+    DeepseekV2,
+    DeepseekV3,
+    check_indexer,
+)
 from weightsmith._models.formats.gguf.base.architecture import (
     SIGMOID_ROUTER,
     Contents,
     GgufArchitecture,
     GgufFamily,
-    GgufKey,
     head_dim,
 )
 from weightsmith._models.formats.gguf.base.tensors import (
@@ -27,9 +35,7 @@ from weightsmith._models.formats.gguf.base.tensors import (
     ROUTER,
     ROUTER_BIAS,
     SHARED_EXPERTS,
-    WIDTH,
     Predicting,
-    product_of,
 )
 from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufKeys, GgufValues
 
@@ -90,10 +96,7 @@ class SolarOpen(Glm4Moe):
         config.need("partial_rotary_factor", self.turned(config) / head_dim(config), 1)
 
 
-_ROTATED = 64
-"""How many numbers of an indexer's head llama.cpp rotates at a time."""
 _TYPES = "attention.indexer.types"
-_HEADS, _WIDTH = "attention.indexer.head_count", "attention.indexer.key_length"
 
 
 class GlmDsa(DeepseekV2):
@@ -103,22 +106,9 @@ class GlmDsa(DeepseekV2):
     class_name = "GlmMoeDsaForCausalLM"
     model_types = ("glm_moe_dsa",)
     bare = ROUTER_BIAS
-    layer = {
-        **DeepseekV2.layer,
-        **{"indexer.attn_q_b": "self_attn.indexer.wq_b", "indexer.attn_k": "self_attn.indexer.wk"},
-        **{"indexer.k_norm": "self_attn.indexer.k_norm", "indexer.proj": "self_attn.indexer.weights_proj"},
-    }
-    shapes = {
-        **DeepseekV2.shapes,
-        **{"indexer.attn_q_b": (product_of(_HEADS, _WIDTH), product_of("attention.q_lora_rank"))},
-        **{"indexer.attn_k": (product_of(_WIDTH), WIDTH), "indexer.proj": (product_of(_HEADS), WIDTH)},
-    }
-    numbers = (
-        *EXPERT_NUMBERS,
-        GgufKey(_HEADS, "index_n_heads"),
-        GgufKey(_WIDTH, "index_head_dim"),
-        GgufKey("attention.indexer.top_k", "index_topk"),
-    )
+    layer = {**DeepseekV2.layer, **INDEXER}
+    shapes = {**DeepseekV2.shapes, **INDEXER_SHAPES}
+    numbers = (*EXPERT_NUMBERS, *INDEXER_NUMBERS)
     constants = SIGMOID_ROUTER
     fixed = {**DeepseekV3.fixed, "mlp_bias": False}
     predicting = PREDICTING
@@ -131,8 +121,7 @@ class GlmDsa(DeepseekV2):
 
     def check(self, config: GgufConfig) -> None:
         super().check(config)
-        if (width := config.count("index_head_dim")) % _ROTATED:
-            raise config.wrong("index_head_dim", width, f"which is not a multiple of {_ROTATED}, as llama.cpp needs it")
+        check_indexer(config)
         rope = self.rope(config)
         config.need("rope_type", rope["rope_type"], "default")
         config.need("partial_rotary_factor", rope.get("partial_rotary_factor", 1), 1)
