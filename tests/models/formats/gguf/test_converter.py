@@ -97,7 +97,7 @@ DIFFERENCES: dict[str, dict[str, tuple[Any, Any]]] = {
 """Keys that differ on purpose, or say the same: ours and the converter's; None: it is not written."""
 
 ALONE = {"gemma3n": ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")}
-"""Tensors that only we write: llama.cpp asks for those of layers that use the keys of others, which transformers 5 leaves out."""
+"""Ends of tensors that only we write: llama.cpp asks for keys of layers that use those of others. transformers 5 saves none."""
 LEFT_OUT = {"expert_gating_func": [(1, None), (2, None)]}
 """What the converter leaves to llama.cpp in many families: the router's function. Logits are compared elsewhere."""
 ROUNDED = ".ssm_a"
@@ -175,6 +175,7 @@ def for_converter(name: str, folder: Path) -> Path:
 
 @pytest.mark.reader
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(not (CONVERTER / "convert_hf_to_gguf.py").exists(), reason="needs llama.cpp's converter")
 def test_llama_cpps_converter_writes_the_same_tensors_and_keys(tmp_path: Path) -> None:
