@@ -284,6 +284,13 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GraniteMoeSWAConfig",
         {**GRANITE_SWA, "num_local_experts": 4, "shared_intermediate_size": 40},
     ),
+    "laguna": (
+        "LagunaForCausalLM",
+        "LagunaConfig",
+        {**MOE, "num_hidden_layers": 5, "sliding_window": 8, "layer_types": [FULL, SLIDING, SLIDING, FULL, SLIDING]}
+        | {"num_attention_heads_per_layer": [4, 6, 6, 4, 6], "shared_expert_intermediate_size": 24, "num_experts": 8}
+        | {"moe_routed_scaling_factor": 2.5},
+    ),
     "mellum": (
         "MellumForCausalLM",
         "MellumConfig",
@@ -308,6 +315,21 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GlmMoeDsaConfig",
         {**DEEPSEEK, "num_hidden_layers": 3, "n_shared_experts": 2, "routed_scaling_factor": 2.5, "q_lora_rank": 16}
         | {"index_topk": 8, "index_head_dim": 64, "index_n_heads": 32, "indexer_types": ["full", "shared", "full"]},
+    ),
+    "minimax-m3": (
+        "MiniMaxM3VLForCausalLM",
+        "MiniMaxM3VLTextConfig",
+        {
+            **HEADS,
+            "num_hidden_layers": 3,
+            "intermediate_size": 24,
+            "dense_intermediate_size": 40,
+            "shared_intermediate_size": 24,
+        }
+        | {"num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 4, "index_n_heads": 2, "index_head_dim": 8}
+        | {"index_block_size": 8, "index_topk_blocks": 2, "mlp_layer_types": ["dense", "sparse", "sparse"]}
+        | {"layer_types": [FULL, "minimax_m3_sparse", "minimax_m3_sparse"]}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     ),
     "deepseek-v32": (
         "DeepseekV32ForCausalLM",

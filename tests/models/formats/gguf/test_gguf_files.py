@@ -251,6 +251,7 @@ FAMILIES = {
     "solar-open": "GLM4_MOE",
     "minimax-m2": "MINIMAXM2",
     "hy-v3": "",
+    "laguna": "",
     "granite-swa": "",
     "granite-moe-swa": "",
     "cohere2-moe": "",
@@ -265,6 +266,7 @@ FAMILIES = {
     "llama4": "LLAMA4",
     "gemma3n": "GEMMA3N",
     "deepseek-v32": "",
+    "minimax-m3": "",
 }
 """Their names in gguf-py; "": it does not know them yet."""
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
@@ -307,7 +309,7 @@ OWN: dict[str, dict[str, Any]] = {
     "gpt-neox": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}},
     "granite-hybrid": GRANITE | {"intermediate_size": 16, "num_experts_per_tok": 0, "position_embedding_type": "nope"},
 }
-SHIFTED = ("gemma", "gemma2", "gemma3-text", "qwen3-next", "qwen3.5", "qwen3.5-moe")
+SHIFTED = ("minimax-m3", "gemma", "gemma2", "gemma3-text", "qwen3-next", "qwen3.5", "qwen3.5-moe")
 IN_PARTS = ("deepseek-v3", "granite-moe-shared", "qwen3-next", "gpt-oss", "granite-hybrid-moe", "nemotron-h", "falcon-h1")
 ALPHA = {"rope_parameters": {"rope_type": "dynamic", "alpha": 1000.0, "rope_theta": 10000.0, "factor": 1.0}}
 WRITTEN_OTHERWISE: dict[str, dict[str, Any]] = {
@@ -1375,7 +1377,7 @@ EXPERTS = (
     *("dots1", "glm4-moe", "deepseek-v2", "deepseek-v3", "granite-moe-shared", "ernie4-5-moe", "lfm2-moe"),
     *("qwen3-next", "qwen3.5-moe", "gpt-oss", "gemma4", "gemma4-moe", "granite-hybrid", "granite-hybrid-moe"),
     *("nemotron-h", "nemotron-h-moe", "falcon-h1", "jamba", "kimi-linear", "mamba", "mamba2"),
-    *("llama4", "gemma3n", "deepseek-v32"),
+    *("llama4", "gemma3n", "deepseek-v32", "minimax-m3"),
 )
 MIXERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 GRANITE_9 = {"layer_types": ["attention" if i in (2, 5, 6) else "mamba" for i in range(9)], "mamba_d_head": 128}
@@ -1396,6 +1398,8 @@ WIDE_TOO: dict[str, dict[str, Any]] = {
     "gemma4-moe": {"num_hidden_layers": 6},
     "phimoe": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "deepseek-v32": {"kv_lora_rank": 256, "q_lora_rank": 256},
+    "minimax-m3": {"shared_intermediate_size": 256, "mlp_layer_types": ["dense"] + ["sparse"] * 8}
+    | {"layer_types": ["full_attention"] + ["minimax_m3_sparse"] * 8},
     "gemma3n": {"num_hidden_layers": 22, "vocab_size_per_layer_input": 262},
     "glm-dsa": {"kv_lora_rank": 256, "q_lora_rank": 256, "indexer_types": ["full", "shared", "full"] * 3},
 }

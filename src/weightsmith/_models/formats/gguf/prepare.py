@@ -78,7 +78,9 @@ _EMBEDDING = "model.embed_tokens.weight"
 _PREDICTS = "a layer that predicts several tokens at a time is not written"
 _IN_KEYS = "its number is in a key of the GGUF file"
 _OTHER_PART = "llama.cpp reads the parts for images and sounds from a file of their own"
-_OF_OTHER_PARTS = re.compile(r"^(model\.)?(vision|audio|image|multi_modal|mm_|visual|connector|embed_vision|embed_audio)")
+_OF_OTHER_PARTS = re.compile(
+    r"^(model\.)?(vision|audio|image|multi_modal|mm_|visual|connector|embed_vision|embed_audio|patch_merge)"
+)
 """How the names of tensors begin that do not belong to the language model."""
 _V = re.compile(r"blk\.([0-9]+)\.attn_(?:v|qkv)\.weight")
 _DOWN = re.compile(r"blk\.([0-9]+)\.ffn_down\.weight")

@@ -84,6 +84,7 @@ _CHOOSES = ".indexer.proj.weight"
 _PLAIN = (
     *(".ssm_conv1d.weight", ".ssm_conv1d_q.weight", ".ssm_conv1d_k.weight", ".ssm_conv1d_v.weight", ".shortconv.conv.weight"),
     *("position_embd.weight", "token_types.weight", ".altup_correct_coef.weight", ".altup_predict_coef.weight"),
+    *(".indexer.q_proj.weight", ".indexer.k_proj.weight"),
 )
 """Endings of the names of weights that llama.cpp leaves unquantised, besides vectors, norms and routers."""
 
