@@ -328,7 +328,8 @@ def _skipped(node: ast.AST) -> Iterator[int]:
 KEEPING = {"compiler", "identity", "internals", "jit"}
 """Modules that decide which kernels are kept, and under which names."""
 QUICK = "not slow and not second and not sweep"
-"""Marks of tests. What lives is to be caught by the first ring, which every change runs."""
+OTHERS = "(slow or long or matrix) and not (process or reader or repository or store or sweep)"
+"""Marks of tests: those of the first ring that are fast, and all others that run in one process."""
 
 
 def stages(file: Path, near: bool) -> Iterator[Stage]:
@@ -346,7 +347,7 @@ def stages(file: Path, near: bool) -> Iterator[Stage]:
     if not near:
         for tests in groups[1:]:
             yield Stage(tests, QUICK, kernels)
-        yield Stage(tuple(test for tests in groups for test in tests), "slow and not second and not sweep", kernels)
+        yield Stage(tuple(test for tests in groups for test in tests), OTHERS, kernels)
 
 
 def tests_of(file: Path) -> Iterator[tuple[str, ...]]:

@@ -67,7 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
         _locks = str(Path(config.option.basetemp).parent)
 
 
-SECOND_RING = {"matrix", "process", "reader", "repository", "store"}
+SECOND_RING = {"long", "matrix", "process", "reader", "repository", "store"}
 """Marks of tests that `make test` leaves to `make test-all`; pyproject.toml says what each is."""
 
 
@@ -79,6 +79,18 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     case = item.callspec.id if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ""
     for mark in item.iter_markers():
         if mark.name in SECOND_RING and not any(fnmatchcase(case, pattern) for pattern in mark.args):
+            item.add_marker("second")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a slow test with many cases, the first ring has the first case and the last, unless `matrix` says which."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow") is not None and item.get_closest_marker("matrix") is None:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for between in (listed[1:-1] for listed in cases.values()):
+        for item in between:
             item.add_marker("second")
 
 

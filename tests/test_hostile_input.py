@@ -121,7 +121,7 @@ except weightsmith._base.errors.WeightsmithError as error:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no /proc")
 @pytest.mark.parametrize("kind", sampled(["header of lists", "header of names", "index"], {"index"}))
 def test_a_hundred_megabytes_of_small_values_take_no_gigabytes(kind: str, tmp_path: Path) -> None:
@@ -346,7 +346,7 @@ def test_text_is_cut_in_the_middle_and_escaped() -> None:
     assert (cut[:4], cut[-3:]) == (r"\x1b", "end")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(60)
 def test_a_number_of_a_megabyte_is_refused_at_once() -> None:
     # int() takes a minute for some: pytest ends it.
@@ -420,7 +420,7 @@ def test_the_work_for_a_pickle_is_bounded() -> None:
 # ---- work that grows with the square of what is given
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_adapter_of_another_base_is_refused_at_once(tmp_path: Path) -> None:
     """Each of its targets was looked for among the names of all tensors: minutes for 1,000 among 2,000."""
 
@@ -440,7 +440,7 @@ def test_an_adapter_of_another_base_is_refused_at_once(tmp_path: Path) -> None:
     assert steps(lambda: plan(90)) < 4 * steps(lambda: plan(30))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_config_of_many_layer_counts_is_read_at_once(tmp_path: Path) -> None:
     def work(count: int) -> int:
         names = [f"a{i}.layers.{j}.b.weight" for i in range(count) for j in range(2)]

@@ -41,7 +41,7 @@ def is_safe(call: ast.Call) -> bool:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_call_says_that_code_is_not_trusted() -> None:
     calls = {
         f"{path.relative_to(ROOT)}: {ast.unparse(call)}": is_safe(call)

@@ -146,7 +146,7 @@ def test_rows_are_found_however_their_bytes_come(step: int) -> None:
     np.testing.assert_array_equal(gathered, table[numbers].astype(np.float32))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("merge", [{"density": 0.5}, {"density": 0.5, "scope": "model"}])
 def test_a_base_that_is_merged_on_the_way_has_the_states_of_the_merge(tmp_path: Path, merge: dict[str, Any]) -> None:
     """`scope: model` must see all layers, though the engine makes one at a time."""

@@ -127,7 +127,7 @@ def test_regmean_is_the_closed_form(parameters: dict[str, Any], alpha: float, mu
     assert_merged(weights, expected, folder)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_texts_run_through_the_merged_layers(deep: Path, tmp_path: Path) -> None:
     """Layer by layer: what comes out of the merged layers below enters each model's own layer, which is measured."""
     base, a, b = (stored(deep / name) for name in ("base", "a", "b"))
@@ -182,7 +182,7 @@ def test_fisher_is_the_weighted_mean(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.matrix("2")
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("steps", [1, 2])
 def test_core_steps_are_those_of_the_closed_form(folder: Path, tmp_path: Path, steps: int) -> None:
     """Several steps are recipes within each other: the text runs through what the step before made."""
@@ -228,7 +228,7 @@ def _leading(models: list[torch.Tensor], base: torch.Tensor) -> list[tuple[torch
     return directions
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_aim_scales_the_columns_of_any_merge_by_what_enters_the_base(folder: Path, tmp_path: Path) -> None:
     asked = recipe(folder, "task_arithmetic", weight=0.5, aim=0.4, delta_scale=0.5)
     asked["models"] = [{"model": str(folder / name)} for name in "ab"]
@@ -390,7 +390,7 @@ def test_statistics_are_removed_before_those_of_the_next_layer_are_begun(
         assert 0 < max(stored_bytes) <= most_bytes(prepared.plan)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_full_preview_has_the_distance_of_the_merge(folder: Path, tmp_path: Path) -> None:
     source = recipe(folder, "regmean", prior="tsv_m")
     previewed = weightsmith.preview(source, full=True, progress=False)
@@ -398,7 +398,7 @@ def test_a_full_preview_has_the_distance_of_the_merge(folder: Path, tmp_path: Pa
     assert previewed.total.share == pytest.approx(result.distance[0].share, rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_experts_that_no_token_reaches_and_fused_weights_are_merged_too(tmp_path: Path) -> None:
     """phi-3 stores q, k and v as one matrix; a short text leaves experts of mixtral without a token."""
     for family in ("phi3", "mixtral"):
@@ -420,7 +420,7 @@ def test_experts_that_no_token_reaches_and_fused_weights_are_merged_too(tmp_path
             )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_regression_mean_of_adapters_is_an_adapter_of_the_sum_of_their_ranks(folder: Path, tmp_path: Path) -> None:
     asked = recipe(folder, "regmean")
     options: Any = {"embed_lora": False, "progress": False}

@@ -104,7 +104,7 @@ def test_threads_change_no_token_and_the_seed_does() -> None:
     assert by_seed[0][0] != by_seed[1][0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rows_of_a_chat_model_also_begin_with_its_turns() -> None:
     folder = save_model(Path("m"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "bos_token": "!"}))
@@ -236,7 +236,7 @@ def test_a_quantised_merge_is_calibrated_on_what_the_merge_writes() -> None:
 
 
 @pytest.mark.matrix("exl2-options1", "gguf-*-options3")
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "options"),
     [

@@ -303,6 +303,7 @@ def test_help_lists_the_options_that_a_function_takes(name: str, options: list[s
 # ---- models in memory
 
 
+@pytest.mark.long
 def test_modules_are_merged_as_their_state_dicts(recipe: dict[str, Any]) -> None:
     a, b = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
     merged = weightsmith.merge_state_dicts("linear", [a, b], weight=0.5)

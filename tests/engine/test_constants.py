@@ -58,6 +58,7 @@ BY_JOB = {
 """Constants and damage are the engine's matter: one case for each class of job that merges."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BY_JOB)
 def test_the_cases_have_these_jobs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class_names, plain = set(), Reader.job

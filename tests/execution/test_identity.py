@@ -216,7 +216,7 @@ for name in {*sys.modules} - planned | {"weightsmith._models.checkpoint"}:
     assert {name for name in loaded - modules if not name.startswith(others)} == set()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_program_is_its_version_and_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "weightsmith"
     shutil.copytree(Path(identity.__file__).parents[1], package, ignore=shutil.ignore_patterns("__pycache__"))

@@ -79,7 +79,7 @@ def bytes_of_a_tensor(work: Callable[[int], None]) -> float:
 
 
 @pytest.mark.matrix("merge")
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("command", [plan, merge, run_part], ids=lambda command: command.__name__)
 def test_a_tensor_takes_less_than_the_plan_counts(command: Callable[..., None], models: Path, tmp_path: Path) -> None:
     counted_bytes = (counted(models, MANY) - counted(models, FEW)) / (MANY - FEW)

@@ -506,7 +506,7 @@ def test_a_recipe_comes_before_a_folder_of_its_name(models: Path, tmp_path: Path
     assert [m.plan is None for m in weightsmith.plan(both).models] == [True, False, True]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_many_results_that_use_each_other_are_planned_and_closed_in_time(models: Path) -> None:
     """Each planned, or only looked at, once for each way to it: 300 times the work for twice the recipes."""
 

@@ -100,6 +100,7 @@ def test_tensors_take_memory(work: Path) -> None:
     assert peaks[1] - peaks[0] == 2 * 2000 * 1_000
 
 
+@pytest.mark.long
 def test_a_memory_that_does_not_hold_the_records_of_the_tensors_is_refused(work: Path) -> None:
     tensors = {f"model.layers.{i}.mlp.up_proj.weight": np.ones((2, 2), np.float32) for i in range(12_000)}
     write_checkpoint(work / "many", tensors, config={})

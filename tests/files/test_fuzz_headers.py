@@ -114,7 +114,7 @@ def test_a_good_file_with_a_few_bytes_replaced(
     check(tmp_path / "a.safetensors", data[:at] + new + data[at + cut :])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @fuzz
 @given(spoiled=spoiled_headers())
 def test_a_good_header_with_a_few_values_replaced(spoiled: tuple[Any, bytes], tmp_path: Path) -> None:

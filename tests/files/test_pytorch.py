@@ -313,7 +313,7 @@ def views(draw: st.DrawFn) -> torch.Tensor:
     return tensor
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=120)
 @given(views(), st.data())
 def test_any_range_of_any_view_is_that_of_the_contiguous_tensor(
@@ -920,7 +920,7 @@ def test_the_reader_does_not_import_torch(tmp_path: Path) -> None:
     assert ran.stdout == "w [3, 4, 5] F32 False False\n"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_many_tensors_are_read_in_linear_time(tmp_path: Path) -> None:
     tensor = torch.zeros(2)
     work = []

@@ -125,7 +125,7 @@ def test_the_garbage_collector_is_on_again_after_success_and_failure(tmp_path: P
         gc.enable()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_hundred_thousand_tensors(tmp_path: Path) -> None:
     n, nbytes = 100_000, 1024 * 6656 * 2
     entries = ",".join(

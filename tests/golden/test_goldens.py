@@ -74,6 +74,7 @@ def test_inputs_are_those_of_the_table(root: Path) -> None:
     assert {name: digests.tree_digest(root / name) for name in inputs.INPUTS} == TABLE["inputs"]
 
 
+@pytest.mark.matrix("*")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_golden(case: Golden, root: Path) -> None:

@@ -38,6 +38,7 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.vdot(a, b) / np.sqrt(np.vdot(a, a) * np.vdot(b, b)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ELECTED)
 @pytest.mark.parametrize("weight", [[0.5, -1.0], [0.7, -0.69], [0.3, 0.6, -0.9]], ids=str)
 def test_the_merge_points_where_task_arithmetic_does_and_stays_within_the_deltas(method: str, weight: list[float]) -> None:

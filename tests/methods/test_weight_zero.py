@@ -85,6 +85,7 @@ def placed(first: bool, sample: Collection[str]) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "first"), [*placed(False, FIRST.values()), *placed(True, LISTED_FIRST)])
 def test_a_model_of_weight_nought_changes_nothing(name: str, first: bool) -> None:
     case = CASES[name]

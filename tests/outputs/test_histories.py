@@ -54,7 +54,7 @@ def test_a_local_folder(here: Path) -> None:
     run_histories(case, histories(40))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_bucket(memory: MemoryBucket) -> None:
     @contextmanager
     def fails(number: int, error: BaseException) -> Iterator[None]:

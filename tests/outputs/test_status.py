@@ -79,6 +79,7 @@ def test_a_run_that_was_killed(work: Path) -> None:
     assert weightsmith.status("out").published
 
 
+@pytest.mark.long
 def test_an_output_that_is_published_while_it_is_looked_at(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def check(folder: Path) -> None:
         monkeypatch.undo()
@@ -129,6 +130,7 @@ def test_what_the_command_prints(cli: Cli, work: Path) -> None:
     assert "error[not-found]: nowhere: no output" in ran.err
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="only Linux says it in /proc")
 def test_a_process_that_is_stopped_is_not_said_to_run(work: Path, cli: Cli) -> None:
     killed()

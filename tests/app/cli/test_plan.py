@@ -230,7 +230,7 @@ def test_calibrated_weights_are_explained_by_their_own_names(cli: Cli, small: Pa
             prepared.explain(name)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_calibrated_plan_shows_weights_and_all_that_is_read(cli: Cli, small: Path) -> None:
     plan = ["plan", "copy.yml", "--quantize", "w4a16", *CALIBRATED]
     text = cli(*plan).out
@@ -246,7 +246,7 @@ def test_a_calibrated_plan_shows_weights_and_all_that_is_read(cli: Cli, small: P
     assert predicted["tensors"] == 21
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("flags", [[], ["--measure", "full"]])
 def test_a_plan_that_is_measured_first_says_so(cli: Cli, small: Path, flags: list[str]) -> None:
     exl2 = ["--quantize", "exl2", "--bits", "4.1", *CALIBRATED, *flags]

@@ -63,6 +63,7 @@ def test_an_adapter_is_compared_as_it_is_merged(root: Path, places: Places) -> N
     assert plain.perplexity == pytest.approx(tuned.perplexity, rel=0.5)
 
 
+@pytest.mark.long
 def test_what_cannot_be_run_is_said_and_the_others_are_run(root: Path, places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
     with_code = root / "models" / "own"
     with_code.mkdir()

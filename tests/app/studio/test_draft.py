@@ -282,7 +282,7 @@ def test_what_controls_cannot_show_is_said() -> None:
         assert changed(broken, {WEIGHT: 1}) in (broken, draft.as_text(broken))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_many_models_are_edited_as_text_alone() -> None:
     text = draft.begin("combine", "./base", [f"./{i}" for i in range(draft.MAX_MODELS)])
     assert len(draft.read(text).models) == draft.MAX_MODELS

@@ -133,6 +133,7 @@ def test_long_texts_are_merged_in_bounded_time() -> None:
     assert merged == numbered.replace("20000\n", "x\n").replace("20010\n", "y\n")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "text",
     [

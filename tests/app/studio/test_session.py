@@ -576,6 +576,7 @@ def test_hostile_names_stay_text(root: Path, session: Session) -> None:
     assert not harmless(f"<p>{HOSTILE}</p>")
 
 
+@pytest.mark.long
 def test_merges_that_nobody_sees_running_are_runs(root: Path, session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two that end between two looks of the thread that watches."""
     monkeypatch.setattr("weightsmith._app.studio.session._TICK_SECONDS", 3.0)

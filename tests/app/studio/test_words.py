@@ -43,6 +43,7 @@ def _fixes() -> set[str]:
     return texts
 
 
+@pytest.mark.long
 def test_every_next_step_is_one_that_the_page_has() -> None:
     fixes = _fixes()
     assert sum(map(is_for_terminals, fixes)) > 50, "they were not found"

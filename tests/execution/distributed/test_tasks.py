@@ -132,7 +132,7 @@ def test_the_bytes_are_those_of_one_process(here: Path, done: list[tuple[str, tu
     assert {share.helper for share in workers.stopped} == {1, 2}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_weights_of_equal_bytes_and_other_shapes_are_told_apart(here: Path, done: list[tuple[str, tuple[str, ...]]]) -> None:
     """An MLP that does nothing, as layers that are added for later training have: zeros of 96 x 128 and of 128 x 96."""
     [path] = save_model(Path("model-llama-128"), "llama-128").glob("*.safetensors")
@@ -152,7 +152,7 @@ LEADER = "weightsmith-product"
 
 
 @pytest.mark.matrix("leader")
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("who", ["leader", "helper"])
 def test_what_a_lost_worker_was_at_others_do(
     here: Path, done: list[tuple[str, tuple[str, ...]]], monkeypatch: pytest.MonkeyPatch, who: str
@@ -176,7 +176,7 @@ def test_what_a_lost_worker_was_at_others_do(
     assert tree(here / "shared") == tree(here / "alone")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_a_helper_cannot_do_the_leader_does(
     here: Path, done: list[tuple[str, tuple[str, ...]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,7 +196,7 @@ def test_what_a_helper_cannot_do_the_leader_does(
     assert tree(here / "shared") == tree(here / "alone")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_tasks_for_which_the_disk_has_no_room_the_leader_does(
     here: Path, done: list[tuple[str, tuple[str, ...]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,7 +215,7 @@ def test_tasks_for_which_the_disk_has_no_room_the_leader_does(
 
 
 @pytest.mark.matrix("in turn")
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("at_once", [False, True], ids=["in turn", "at once"])
 def test_parts_make_each_product_once(
     here: Path, done: list[tuple[str, tuple[str, ...]]], monkeypatch: pytest.MonkeyPatch, at_once: bool

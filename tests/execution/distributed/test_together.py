@@ -247,6 +247,7 @@ def interrupted_before_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
             weightsmith.run(plan, "out", part=(1, 1), threads=1, progress=False)
 
 
+@pytest.mark.long
 def test_another_window_has_results_of_its_own(
     here: Path, measured: list[tuple[str, int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

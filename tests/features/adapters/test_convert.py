@@ -123,7 +123,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.matrix("all linear layers", "fused experts", "value heads*")
 @needs_llama_cpp
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", CASES)
 def test_llama_cpp_computes_what_peft_does(case: str, models: Any, tmp_path: Path) -> None:
@@ -543,6 +543,7 @@ def test_peft_loads_an_adapter_of_mlx_by_the_names_of_the_base(name: str, models
     assert np.abs(logits - expected).max() < 1e-3 * np.abs(plain - expected).max()
 
 
+@pytest.mark.long
 @pytest.mark.matrix("False")
 @pytest.mark.loading
 @pytest.mark.parametrize("known", [True, False])

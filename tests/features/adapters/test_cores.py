@@ -97,6 +97,7 @@ def mean(cores: Sequence[Array]) -> Array:
     return core
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "per_model", "shared", "formula"),
     [
@@ -121,6 +122,7 @@ def test_core_space_is_the_paper_s(
     np.testing.assert_allclose(delta(merge(what, tmp_path / "out"), Q), want, atol=3e-6 * np.abs(want).max())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["slerp", "karcher"])
 def test_methods_on_the_sphere_give_what_they_give_of_models(method: str, tmp_path: Path) -> None:
     """They see lengths and angles alone, which are those of the models."""

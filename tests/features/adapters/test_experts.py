@@ -42,6 +42,7 @@ def pair(folder: Path, before: dict[str, np.ndarray], after: dict[str, np.ndarra
     return fine, model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transposed", [False, True], ids=["[E, out, in]", "[E, in, out]"])
 @pytest.mark.parametrize("options", [{"energy": 0.999999}, {"max_rank": 4}, {"energy": 0.999999, "exact": True}])
 def test_a_parameter_of_experts_has_factors_of_each(transposed: bool, options: dict[str, Any], tmp_path: Path) -> None:
@@ -109,7 +110,7 @@ def test_bytes_of_experts_do_not_depend_on_threads(tmp_path: Path) -> None:
     assert {n: as_bytes(a) for n, a in tensors_of(one).items()} == {n: as_bytes(a) for n, a in tensors_of(two).items()}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", sampled(["mixtral", "qwen3-moe", "granitemoe", "gpt-oss", "llama4"], ("mixtral", "gpt-oss")))
 def test_peft_loads_the_experts_and_makes_the_fine_tune(name: str, tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def test_bytes_do_not_depend_on_threads_or_memory(tmp_path: Path) -> None:
     assert config_of(first) == config_of(second)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_interrupted_work_is_resumed_and_what_was_decomposed_serves_other_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,7 +220,7 @@ def die_in(monkeypatch: pytest.MonkeyPatch, kind: type, method: str, run: Callab
                 run(name)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_measurement_of_an_output_that_was_published_is_removed_by_the_next_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,7 +68,7 @@ def expert_base(folder: Path, *, transposed: bool = False) -> Path:
     return write_checkpoint(folder, fused(transposed=transposed) | {f"{Q}.weight": normal(H, H)}, CONFIG)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("swapped", [False, True], ids=["modern", "legacy"])
 @pytest.mark.parametrize("second", [TARGETS, TARGETS[1:]], ids=["both", "down"])
 def test_a_sum_of_factors_of_fused_experts_is_exact(swapped: bool, second: list[str], tmp_path: Path) -> None:

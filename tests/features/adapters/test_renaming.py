@@ -93,7 +93,7 @@ def same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None
         np.testing.assert_allclose(actual[module], delta, rtol=1e-5, atol=1e-5, err_msg=module)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_flux_of_kohya_becomes_what_diffusers_makes_of_it(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     utils = pytest.importorskip("diffusers.loaders.lora_conversion_utils")
@@ -296,6 +296,7 @@ def test_matrices_of_flux_that_cannot_be_joined_are_refused(layout: str, tmp_pat
     assert "12 rows of B, and 8 columns of A: there are as many" in str(refusal(path, layout))
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_the_t5_of_flux_has_another_number_in_diffusers(tmp_path: Path) -> None:
     t5, proj = "encoder.block.0.layer.0.SelfAttention.q", "lora_unet_single_blocks_1_linear2"
@@ -338,6 +339,7 @@ def _with_text_attention(blocks: int, width: int, text: int, *outside: str) -> d
     return shapes | {name: (6 * H, H) for name in outside}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("blocks", "width", "text"), [(28, 1152, 1152), (28, 2048, 1024), (20, 2240, 2240), (48, 3072, 4096 - H), (3, H, H)]
 )
@@ -354,6 +356,7 @@ def test_names_of_pixart_are_not_those_of_ltx(blocks: int, width: int, text: int
     assert message in str(refusal(original, "diffusers"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("blocks", "width", "outside"),
     [(28, 2048, ()), (48, 4096, ()), (2, H, ("patchify_proj",))],

@@ -138,6 +138,7 @@ def test_noise_is_normal_and_each_expert_has_its_own(tmp_path: Path) -> None:
             assert abs(np.corrcoef(a, b)[0, 1]) < 5 / a.size**0.5
 
 
+@pytest.mark.long
 def test_only_the_experts_change(tmp_path: Path) -> None:
     donor = read(dense(tmp_path / "a", BF16))
     changes = {"noise_scale": 0.02, "drop_fraction": 0.5, "residual_scale": 0.5}

@@ -83,7 +83,7 @@ def test_each_layer_is_quantised_for_what_leaves_the_quantised_ones(llama: Path,
     assert output.arrays["head"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_linear_layers_multiply_in_bfloat16_if_wanted(tmp_path: Path) -> None:
     model = save_model(tmp_path / "mixtral", "mixtral")
     quantize_settings = settings(tmp_path, bits=None, uniform=False)
@@ -190,7 +190,7 @@ def test_factorisations_run_one_at_a_time_if_memory_is_short(
     assert runs[0] == runs[1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("few_options")
 @pytest.mark.parametrize("uniform", [True, False])
 def test_hessians_of_experts_are_summed_within_a_budget(uniform: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

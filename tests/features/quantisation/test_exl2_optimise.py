@@ -30,7 +30,7 @@ def size(slots: list[list[Candidate]], choice: tuple[int, ...]) -> int:
     return sum(slot[i].bits for slot, i in zip(slots, choice, strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_on_the_whole_it_finds_what_exhaustive_search_finds() -> None:
     rng = np.random.default_rng(0)
     ratios = []

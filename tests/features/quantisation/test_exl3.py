@@ -114,6 +114,7 @@ def encoded(rows: np.ndarray, rate: Rate) -> tuple[np.ndarray, np.ndarray]:
     return words, Encoder(rate).encode(rows.astype(np.float32), words)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rate", RATES, ids=str)
 def test_the_stream_has_the_values_that_were_chosen(rate: Rate) -> None:
     """Read bit by bit, by a decoder that shares no code."""
@@ -219,7 +220,7 @@ def loss_of(decoded: np.ndarray, weight: np.ndarray, hessian: np.ndarray) -> flo
     return float(np.einsum("ij,jk,ik->", error, hessian, error) / np.einsum("ij,jk,ik->", wide, hessian, wide))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rows_and_columns_of_zeros_stay_zeros() -> None:
     weight = weight_of(100, 140)
     weight[7], weight[:, 9] = 0, 0
@@ -516,7 +517,7 @@ def calibrated(source: Path, out: Path, folder: Path, threads: int) -> Path:
     return out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_calibrated_model_is_closer_and_does_not_depend_on_threads(llama: Path, tmp_path: Path) -> None:
     first = calibrated(llama, tmp_path / "a", tmp_path, 1)
     second = calibrated(llama, tmp_path / "b", tmp_path, 3)

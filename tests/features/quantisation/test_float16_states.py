@@ -68,6 +68,7 @@ def test_nothing_is_said_of_other_models_and_formats(name: str, tmp_path: Path) 
     assert not any(report.section() for report in quantised.reports.values())
 
 
+@pytest.mark.long
 def test_a_program_that_computes_in_float16_is_an_error(tmp_path: Path) -> None:
     model, quantize_settings = large_model(tmp_path / "m"), settings(tmp_path, **FORMATS["exl3"], engine="exllamav3")
     with pytest.raises(Unsupported, match=r"layer 1, .*hidden states of up to .* leave the layer, and exllamav3") as caught:

@@ -89,6 +89,7 @@ def test_a_calibration_has_the_bytes_of_its_importance_matrix_read_from_a_file(n
     ).read_bytes() != weights
 
 
+@pytest.mark.long
 def test_an_interrupted_measurement_is_resumed_for_any_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, quantize_settings = save_model(tmp_path / "m"), given_for(tmp_path)
     keep = Staging.keep
@@ -120,6 +121,7 @@ def test_an_interrupted_measurement_is_resumed_for_any_mixture(tmp_path: Path, m
     assert not staging_folder(tmp_path / "a.measurement").exists()
 
 
+@pytest.mark.long
 def test_mixtures_that_require_importances_take_them_from_a_text(tmp_path: Path) -> None:
     model = save_model(tmp_path / "m")
     with pytest.raises(PlanError, match="--calibration built-in"):

@@ -27,6 +27,7 @@ __all__ = ["few_options"]
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.long
 def test_losses_are_about_the_divergences_of_models_with_one_quantised_block(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "m")
     changed(folder, o_proj=8, down_proj=8, lm_head=20, embed_tokens=20)
@@ -70,6 +71,7 @@ def _quantise_in_place(model: Any, module: str, setting: str, ids: torch.Tensor)
         linear.weight.copy_(torch.from_numpy(encoding.dequantise(arrays, weight.shape)))
 
 
+@pytest.mark.long
 def test_a_block_that_predictions_do_not_depend_on_gets_the_fewest_bits(tmp_path: Path) -> None:
     """However large its part of the residual stream is: the head does not look at what it writes to."""
     folder = save_model(tmp_path / "m")

@@ -249,7 +249,7 @@ def test_rows_with_one_scale_are_calibrated(tmp_path: Path) -> None:
 # ---- the head
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "kind"), [("w4a16", "w8a16"), ("w4a16", "w4a16-g64"), ("fp8-dynamic", "w8a16")])
 def test_transformers_loads_a_head_that_is_asked_for(name: str, kind: str, tmp_path: Path) -> None:

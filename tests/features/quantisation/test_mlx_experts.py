@@ -45,7 +45,7 @@ def plain(folder: Path, model_type: str, **options: Any) -> tuple[dict[str, np.n
     return load_file(folder / "q" / "model.safetensors"), load_file(folder / "d" / "model.safetensors")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "ernie4_5_moe"])
 def test_stacked_experts_have_the_numbers_of_those_apart(model_type: str, tmp_path: Path) -> None:
     stored, decoded = plain(tmp_path / "a", model_type)

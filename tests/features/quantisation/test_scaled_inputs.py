@@ -209,6 +209,7 @@ def error_of(model: Path, out: Path) -> float:
     return float((actual - expected).norm() / expected.norm())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["awq-4bit", "w4a16"])
 def test_scales_make_the_error_smaller_and_change_norms_and_biases(name: str, uneven: Path, tmp_path: Path) -> None:
     scaled = quantise(uneven, tmp_path / "scaled", options_of(tmp_path), name=name)
@@ -429,6 +430,7 @@ def test_a_reader_that_is_never_quantised_may_come_last(tmp_path: Path, monkeypa
     assert error_of(model, tmp_path / "out") < 0.3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["awq-4bit", "w4a16"])
 def test_routers_stay_exact_and_experts_that_no_token_reaches_are_rounded(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -49,7 +49,7 @@ def divergence(out: str) -> float:
 
 
 @pytest.mark.matrix("gguf-q4_k_m")
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("format", ["gguf-q4_k_m", "exl2"])
 def test_the_divergence_that_is_measured_meets_the_target(format: str, folder: Path) -> None:
     """The file is smaller than that of a stricter target; the manifest has all that was tried; nothing else is left."""
@@ -67,7 +67,7 @@ def test_the_divergence_that_is_measured_meets_the_target(format: str, folder: P
     assert {path.name for path in folder.iterdir()} == {"m", "text.txt", "other.txt", "loose", "strict"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_target_out_of_reach_is_one_error_with_the_best(folder: Path) -> None:
     """The measurement is kept for the next target."""
     with pytest.raises(Unsupported, match=r"KL is .* on other.txt at the largest size, .* not 1e-12") as caught:

@@ -378,6 +378,7 @@ def test_plan_shows_how_tokens_would_be_found(tmp_path: Path, cli: Cli) -> None:
     assert cli("transplant-tokenizer", receiver, donor).code == 2
 
 
+@pytest.mark.long
 @pytest.mark.matrix("stated0-*", "stated1-*")
 @pytest.mark.parametrize(
     ("stated", "same_as"),

@@ -110,7 +110,7 @@ def test_a_header_that_readers_would_refuse_is_refused(monkeypatch: pytest.Monke
         make_layout([spec(f"tensor{i}", 1) for i in range(100)], 1000)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_layout_of_a_hundred_thousand_tensors_is_linear_work() -> None:
     specs = [TensorSpec(f"model.layers.{i}.mlp.weight", DTYPES["BF16"], (4096, 1600)) for i in range(100_000)]
     assert len(make_layout(specs, 5_000_000_000).places) == 100_000

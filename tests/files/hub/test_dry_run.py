@@ -133,7 +133,7 @@ def test_a_plan_of_a_vocabulary_downloads_tokenizers_alone(tmp_path: Path) -> No
 
 
 @pytest.mark.matrix("False-options0", "True-options1")
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("options", [(), ("--stream",)])
 @pytest.mark.parametrize("staged", [False, True])
 def test_a_head_that_was_trained_apart_is_found_when_it_is_downloaded(

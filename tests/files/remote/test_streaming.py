@@ -133,7 +133,7 @@ def test_hundreds_of_faults_change_no_byte(
     assert faults >= 125 * runs
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_server_that_breaks_for_good_leaves_work_to_resume(
     local: list[Path], models: list[dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,7 +174,7 @@ def test_a_model_that_changes_during_a_merge_is_one_error(
         assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_result_of_another_recipe_reads_its_models_once(tmp_path: Path) -> None:
     def staged(*places: object) -> list[Recipe]:
         inner = {**ties(*places), "name": "inner"}
@@ -216,7 +216,7 @@ def test_an_interrupt_does_not_wait_for_a_silent_server(
         site.go_on.set()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_is_looked_at_is_streamed_too(models: list[dict[str, bytes]], local: list[Path]) -> None:
     with serve(served(models)) as site:
         places = [f"{site.url}/m{k}" for k in range(2)]
@@ -232,7 +232,7 @@ def linear_of_base(places: list[str]) -> Recipe:
     return {**linear(*places), "base_model": places[0], "merge_method": "task_arithmetic"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_plan_is_run_with_the_files_that_it_was_made_for(models: list[dict[str, bytes]], tmp_path: Path) -> None:
     with serve(served(models)) as site:
         plan = weightsmith.plan(linear(f"{site.url}/m0", f"{site.url}/m1"))
@@ -300,7 +300,7 @@ def write_all(hub: FakeHub, folder: Path) -> None:
         write(folder / name.removeprefix("org/"), files)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_cached_model_is_read_from_the_cache_and_the_planned_commit_is_pinned(hub: FakeHub, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yml"
     recipe.write_text(json.dumps(linear("org/m0", "org/m1")))

@@ -42,7 +42,7 @@ def groups(draw: st.DrawFn, group: int = 32, *, finite: bool = False) -> np.ndar
 SCALES = st.sampled_from([1.0, 0.5, 0.1, 2.0**-100, 3e30])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=30)
 @given(groups(), SCALES, st.sampled_from([(8, 0), (8, 128), (4, 8)]))
 def test_quantise_integers_is_its_twin(rows: np.ndarray, scale: float, how: tuple[int, int]) -> None:

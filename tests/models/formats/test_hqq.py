@@ -164,6 +164,7 @@ def test_scales_and_zeros_may_be_quantised(axis: int, offloaded: bool, tmp_path:
         np.testing.assert_array_equal(part, plain.reshape(-1)[777:877])
 
 
+@pytest.mark.long
 def test_modules_that_share_their_values_are_bounded(tmp_path: Path) -> None:
     """A small pickle of very many entries."""
     import torch

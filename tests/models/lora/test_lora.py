@@ -528,7 +528,7 @@ def test_the_tokenizer_of_an_adapter_that_trained_other_tokens_is_taken(rows: in
     assert any("are not used: tokenizer.json" in w.what for w in weightsmith.plan(recipe).warnings)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["linear", "ties"])
 def test_modules_that_are_saved_whole_are_merged_as_those_of_models(method: str, tmp_path: Path) -> None:
     model = base(tmp_path / "base", np.float32)

@@ -104,6 +104,7 @@ def apart(fused: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return fused
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not PYTHON, reason="needs MLX")
 @pytest.mark.parametrize("name", CASES)
 def test_mlx_lm_is_the_judge(name: str, trained: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
@@ -236,6 +237,7 @@ CONVERTED: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not PYTHON, reason="needs MLX")
 def test_mlx_lm_computes_what_a_converted_adapter_says(tmp_path: Path) -> None:
     asked, expected = [], {}
@@ -323,6 +325,7 @@ def hub_name(name: str) -> str:
     return name
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not PYTHON, reason="needs MLX")
 def test_modules_that_mlx_renames_get_its_names_and_are_read_by_them(tmp_path: Path) -> None:
     asked, expected = [], {}

@@ -356,7 +356,7 @@ def test_what_is_no_number_in_a_piece_is_named_by_its_place_in_the_tensor(models
     assert f"fused2, tensor {name}: element [1, {INNER + 3}, 7] is nan" in str(caught.value)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_experts_are_taken_out_of_fused_tensors_that_are_merged_on_the_way(tmp_path: Path) -> None:
     """A mixture on an inline merge of models like Phi-3 is the mixture on that merge's folder."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")

@@ -446,7 +446,7 @@ def test_a_repository_that_keeps_weights_in_git_is_rejected(here: Path, hub: Fak
 # other people's commits, and other processes
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("status", [None, 409])
 def test_a_commit_of_someone_else_is_reported_and_never_undone(here: Path, hub: FakeHub, status: int | None) -> None:
     theirs = ""
@@ -472,7 +472,7 @@ def test_a_commit_of_someone_else_is_reported_and_never_undone(here: Path, hub: 
     assert hub.pushed == {"org/out": local(here, "linear")}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_commit_of_someone_else_between_two_runs_is_reported(here: Path, hub: FakeHub) -> None:
     hub.fails["/api/models/org/out/commit"] = 403
     with pytest.raises(PushFailed):
@@ -486,7 +486,7 @@ def test_a_commit_of_someone_else_between_two_runs_is_reported(here: Path, hub: 
     assert hub.pushed == {"org/out": local(here, "linear")}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_commit_whose_answer_was_lost_is_found_under_one_of_someone_else(here: Path, hub: FakeHub) -> None:
     theirs = ""
 
@@ -548,7 +548,7 @@ def test_one_process_at_a_time(here: Path, hub: FakeHub) -> None:
     assert len(hub.written["org/out"].commits) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_unfinished_work_of_another_recipe_is_not_lost(here: Path, hub: FakeHub) -> None:
     hub.fails["/api/models/org/out/commit"] = 403
     with pytest.raises(PushFailed):

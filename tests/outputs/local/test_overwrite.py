@@ -72,6 +72,7 @@ def test_a_training_folder_is_not_replaced(here: Path) -> None:
     refused(here, run, a, words=("no weightsmith.json", "it holds checkpoint-500, config.json", "remove"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["notes.txt", "my_lora.safetensors", "optimizer.pt", "training_args.bin", "train.py", "sub/x", "empty/", ".env", "a.bak"],

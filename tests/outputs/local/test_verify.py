@@ -71,7 +71,7 @@ def test_every_flipped_bit_of_a_weight_file_is_found(tmp_path: Path) -> None:
     verify(out)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", MANIFEST_NAME])
 def test_every_flipped_bit_of_another_file_is_found_and_named(tmp_path: Path, name: str) -> None:
     out = build(tmp_path / "out")

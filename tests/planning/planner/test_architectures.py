@@ -174,7 +174,7 @@ def constants(layer: Any) -> dict[str, object]:
 
 
 @pytest.mark.matrix("llama", "mixtral", "gpt2", "jamba", "t5")
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)  # seconds for most; minutes for those with thousands of experts that do not get smaller
 @pytest.mark.parametrize(
     "model_type",

@@ -240,6 +240,7 @@ def test_a_plan_from_json_writes_the_same_files(tmp_path: Path) -> None:
             plan_from_json({**p.to_json(), "naming": {**naming, "parts": parts}})
 
 
+@pytest.mark.long
 def test_a_merge_of_pipelines_is_a_model_of_another(tmp_path: Path) -> None:
     a, b = pair(tmp_path)
     inner = {**linear(a, b), "dtype": "float16"}

@@ -65,6 +65,7 @@ def test_without_the_option_the_error_says_how_to_go_on(method: str, tmp_path: P
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("inside", "key"), [("", "quantization_config"), ("text_config", "quantization_config"), ("", "compression_config")]
 )

@@ -160,7 +160,7 @@ def test_quantised_at_once_is_merged_and_then_quantised(name: str, tmp_path: Pat
     assert not stored
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("out_dtype", ["F16"])
 def test_other_dtypes_are_rounded_before_they_are_quantised(out_dtype: str, tmp_path: Path) -> None:
     make(TIES, tmp_path / "once", quantize=FP8, out_dtype=DTYPES[out_dtype])

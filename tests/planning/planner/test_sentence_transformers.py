@@ -57,6 +57,7 @@ KINDS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_merge_computes_what_a_merge_by_torch_does(kind: str, tmp_path: Path) -> None:
     torch, st = pytest.importorskip("torch"), pytest.importorskip("sentence_transformers")

@@ -93,6 +93,7 @@ def test_a_token_that_three_models_lack_or_have_gets_the_experts_of_one_of_them(
     assert c["<x>"] != b["<x>"]
 
 
+@pytest.mark.long
 def test_experts_of_layers_that_one_model_gives(make: Make) -> None:
     other = EXPERTS.replace("layers.1", "layers.0")
     a = make("a", ("<s>",), lambda n: numbers(1)(n) | numbers(4, other)(n))
@@ -198,6 +199,7 @@ def test_models_that_differ_in_what_rows_stand_for_are_refused(make: Make, name:
     assert not Path("out").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("approximation", ["mean", "subword"])
 def test_a_transplant_moves_experts_and_gives_missing_tokens_those_of_their_first_piece(make: Make, approximation: str) -> None:
     a = make("a", ("<s>",), numbers(1))

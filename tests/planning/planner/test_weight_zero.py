@@ -150,6 +150,7 @@ def test_integers_and_dtypes_are_those_of_the_models_that_count(tmp_path: Path) 
     assert sources(based)[name] == [(0, name), (2, name)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", WEIGHTED)
 def test_every_method_makes_the_same_bytes_without_the_model(tmp_path: Path, method: str) -> None:
     description = methods.get(method)

@@ -222,6 +222,7 @@ def test_wrong_values_are_one_error(weight: Any, kind: type, text: str, tmp_path
     assert text in str(problem)
 
 
+@pytest.mark.long
 def test_the_schema_accepts_blocks() -> None:
     jsonschema = pytest.importorskip("jsonschema")
     for weight in ({"blocks": "sdxl", "values": SDXL}, [{"blocks": "flux", "values": {"D00": 1}}, {"value": 0.5}]):

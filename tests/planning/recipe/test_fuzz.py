@@ -121,21 +121,21 @@ def test_any_text_gives_problems_and_never_an_exception(text: str) -> None:
     check(text)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @given(almost_recipes())
 @settings(max_examples=80, deadline=None)
 def test_almost_a_recipe_gives_problems_and_never_an_exception(text: str) -> None:
     check(text)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @given(trees)
 @settings(max_examples=50, deadline=None)
 def test_any_yaml_tree_gives_problems_and_never_an_exception(tree: Any) -> None:
     check(yaml.safe_dump(tree, allow_unicode=True))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @given(st.dictionaries(st.sampled_from(KEYS), trees, max_size=6))
 @settings(max_examples=40, deadline=None)
 def test_any_python_mapping_gives_problems_and_never_an_exception(tree: dict[str, Any]) -> None:

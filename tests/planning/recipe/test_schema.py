@@ -61,7 +61,7 @@ def validator() -> Any:
     return jsonschema.Draft202012Validator(document)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_with_all_methods_both_are_json_schemas() -> None:
     """What both define the same is checked once: the definitions take seconds."""
     both, merge_schema = moe_schema(all_methods()), schema(all_methods())

@@ -202,7 +202,7 @@ def test_the_number_of_recipes_and_their_depth_have_limits() -> None:
     assert problems(recipe(deep.replace("{merge_method: linear, models: [{model: ", "", 1).replace("}]}", "", 1))) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_chain_of_the_most_recipes_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for folder in "ab":

@@ -90,7 +90,7 @@ def rows_of(path: str) -> list[str]:
 TEXTS = {name: f"{name}.txt" for name in FINE_TUNES}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_without_texts_the_fine_tunes_write_and_the_recipe_repeats_the_merge(work: Path) -> None:
     outcome = auto()
     assert not outcome.with_texts
@@ -130,7 +130,7 @@ def test_the_page_is_there_when_the_output_is(work: Path, monkeypatch: pytest.Mo
     assert "the mean" in Path("merged.auto/index.html").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_heads_that_are_copies_of_the_embedding_change_no_score(work: Path) -> None:
     with_head("base", "my-base")
     changes = []
@@ -146,7 +146,7 @@ def test_heads_that_are_copies_of_the_embedding_change_no_score(work: Path) -> N
     assert changes[0] == changes[1] == changes[2]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_regmean_that_is_chosen_names_its_texts_and_is_merged_from_what_was_measured(
     work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,7 +176,7 @@ def test_a_regmean_that_is_chosen_names_its_texts_and_is_merged_from_what_was_me
     assert Path("merged/model.safetensors").read_bytes() == Path("again/model.safetensors").read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_with_texts_every_fourth_row_is_held_back_and_strengths_of_regmean_are_tried(work: Path) -> None:
     outcome = auto(text=TEXTS)
     names = [candidate.name for candidate in outcome.candidates]
@@ -190,7 +190,7 @@ def test_with_texts_every_fourth_row_is_held_back_and_strengths_of_regmean_are_t
     assert not set(measured) & set(held)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_candidate_that_is_usually_best_comes_first_and_a_limit_leaves_the_others(work: Path) -> None:
     one = auto(budget=1)
     assert [candidate.name for candidate in one.candidates] == ["mean", "regmean, prior tsv_m"]
@@ -203,7 +203,7 @@ def test_the_candidate_that_is_usually_best_comes_first_and_a_limit_leaves_the_o
     assert not larger.stopped
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_that_changes_during_the_search_is_not_merged(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrices that were computed before are of the old file, and what else is read is of the new."""
     for name in FINE_TUNES:
@@ -220,7 +220,7 @@ def test_a_model_that_changes_during_the_search_is_not_merged(work: Path, monkey
     assert not Path("merged").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_stages_come_in_order(work: Path) -> None:
     stages = list[int]()
 
@@ -288,7 +288,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(work: Path, m
     assert sorted(path.name for path in work.iterdir()) == before
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_no_matrix_is_computed_twice_for_strengths_priors_and_the_merge(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """tsv_m once; RegMean once with each prior, for all factors and for the file that is written; Σ δG once for both priors."""
     solved, weighed, decomposed = Counter[str](), Counter[str](), Counter[int]()
@@ -321,7 +321,7 @@ def test_no_matrix_is_computed_twice_for_strengths_priors_and_the_merge(work: Pa
     assert decomposed[0] == len(solved)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_scores_are_those_of_evaluate(work: Path) -> None:
     """The mean's cross entropy on held-back rows, and its divergence from a fine-tune, by another command."""
     outcome = auto(text=TEXTS)
@@ -390,7 +390,7 @@ def test_an_interrupted_call_is_resumed_with_the_same_result(stop: str, work: Pa
 
 
 @pytest.mark.matrix("texts")
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("text", [None, TEXTS], ids=["own", "texts"])
 def test_another_program_takes_up_neither_texts_nor_statistics_nor_scores(
     text: dict[str, str] | None, work: Path, monkeypatch: pytest.MonkeyPatch
@@ -417,7 +417,7 @@ def test_another_program_takes_up_neither_texts_nor_statistics_nor_scores(
     assert computed() == first
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_measurement_that_another_program_began_is_discarded(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     finish, finished = Staging.finish, list[str]()
 
@@ -437,7 +437,7 @@ def test_a_measurement_that_another_program_began_is_discarded(work: Path, monke
     assert again.candidates == auto("whole", text=TEXTS, budget=1).candidates
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_scores_of_statistics_are_of_the_text_that_they_were_measured_on(work: Path) -> None:
     auto(text=TEXTS)
     fr = Path("fr.txt").read_text()
@@ -569,7 +569,7 @@ def test_a_text_is_given_by_any_name_of_its_noisy_copy() -> None:
         assert module._texts_of(settings, models, names) == {"lr=1e-5": "fr.txt", "de": "a=b.txt"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_models_that_do_not_belong_together_are_refused(work: Path) -> None:
     shutil.copytree(Path("base").resolve(), "same")
     wide = {name: tensor.float() for name, tensor in load_file("base/model.safetensors").items()}
@@ -587,7 +587,7 @@ def test_models_that_do_not_belong_together_are_refused(work: Path) -> None:
     assert not Path("merged2").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_short_text_and_a_model_with_nan_have_one_error_each(work: Path) -> None:
     Path("short.txt").write_text("The cat has 3 cats. " * 4)
     with pytest.raises(PlanError, match=r"short\.txt: the text has \d rows of 32 tokens, and 8 are needed"):
@@ -605,7 +605,7 @@ def test_a_short_text_and_a_model_with_nan_have_one_error_each(work: Path) -> No
     assert not Path("merged").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_strength_whose_sum_no_float16_holds_is_left_out(work: Path) -> None:
     for name, element in (("base", 0.0), ("fr", 4e4), ("de", 4e4)):
         shutil.copytree(Path(name).resolve(), f"my-{name}")
@@ -687,7 +687,7 @@ def test_an_adapter_in_the_home_folder_is_one(tmp_path: Path, monkeypatch: pytes
     assert module.Models.of("base", ["~/fr-lora", "de"]).fine_tunes == ("base+~/fr-lora", "de")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_adapters_are_fine_tunes(work: Path) -> None:
     for name in FINE_TUNES:
         weightsmith.extract_lora(name, "base", f"{name}-lora", max_rank=2, progress=False)

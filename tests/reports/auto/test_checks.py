@@ -81,6 +81,7 @@ def test_two_names_of_one_folder_are_one_model(work: Path) -> None:
     assert "link: a model is named twice" in refused(("fr", "link"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("text", [None, {"fr": "fr.txt", "other": "de.txt"}])
 def test_another_tokenizer_is_found_before_a_model_writes(work: Path, text: dict[str, str] | None) -> None:
     copied("de", "other")
@@ -102,6 +103,7 @@ def test_an_output_that_is_a_fine_tune_is_refused(work: Path) -> None:
     assert Path("merged/model.safetensors").is_file()
 
 
+@pytest.mark.long
 def test_settings_that_change_predictions_are_named_with_both_values(work: Path) -> None:
     copied("de", "other")
 
@@ -117,6 +119,7 @@ def test_settings_that_change_predictions_are_named_with_both_values(work: Path)
     assert "other: its tensors or its config.json are not those of" in refused(("fr", "de"), base="other")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("both", [True, False])
 def test_a_head_that_is_a_copy_of_the_embedding_is_no_difference(work: Path, both: bool) -> None:
     """Trainers store both names of a tied tensor."""

@@ -104,7 +104,7 @@ class Told(Silent):
         self.said.append(text)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_resumed_call_downloads_nothing_again(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     first, again = Told(), Told()
     with monkeypatch.context() as patch:
@@ -124,7 +124,7 @@ def _interrupt(*_given: Any, **_more: Any) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_lost_connection_is_one_error_and_the_next_call_goes_on(hub: FakeHub) -> None:
     def fault(seen: Seen) -> Fault:
         return CUT if seen.path == f"/org/de/resolve/{COMMIT}/{WEIGHTS}" and not seen.range else None
@@ -140,7 +140,7 @@ def test_a_lost_connection_is_one_error_and_the_next_call_goes_on(hub: FakeHub) 
     assert weights_sent(hub) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_without_the_network_the_cache_is_enough_and_needed(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(PlanError, match="HF_HUB_OFFLINE=1 forbids downloading it"):
@@ -157,7 +157,7 @@ def test_without_the_network_the_cache_is_enough_and_needed(hub: FakeHub, monkey
 
 
 @pytest.mark.matrix("True")
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_branch_that_moves_meanwhile_changes_nothing(hub: FakeHub, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     other, refer = "d" * 40, Pool.refer

@@ -65,7 +65,7 @@ def test_the_same_tokens_for_any_number_of_threads_and_others_for_another_seed(f
     assert drawn(folder, rows=3) == one[:3]  # fewer rows are the first of more
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_file_has_a_row_on_each_line_and_is_a_text(folder: Path, tmp_path: Path) -> None:
     written = weightsmith.write(folder, tmp_path / "own.jsonl", rows=6, tokens=40, progress=False)
     assert (written.rows, written.tokens) == (6, 240)
@@ -75,7 +75,7 @@ def test_a_file_has_a_row_on_each_line_and_is_a_text(folder: Path, tmp_path: Pat
     assert score.scores[0][0].rows >= 4
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_start_of_the_user_begins_rows_and_is_not_written(folder: Path, tmp_path: Path) -> None:
     for name, start in (("a", ("hello",)), ("b", ("hello", "x"))):
         weightsmith.write(folder, tmp_path / f"{name}.jsonl", rows=4, tokens=8, start=start, progress=False)
@@ -86,7 +86,7 @@ def test_a_start_of_the_user_begins_rows_and_is_not_written(folder: Path, tmp_pa
 
 
 @pytest.mark.matrix("gemma3")
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["gemma3", "qwen3 moe", "phi3"])
 def test_models_of_other_families_write(family: str, tmp_path: Path) -> None:
     """Caches of sliding windows, experts in one tensor, fused matrices."""
@@ -102,7 +102,7 @@ def test_models_of_other_families_write(family: str, tmp_path: Path) -> None:
     weightsmith.write(folder, tmp_path / "own.jsonl", rows=2, tokens=8, progress=False)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_recipe_writes_what_its_result_would(folder: Path, tmp_path: Path) -> None:
     other = save_model(tmp_path / "other", seed=1)
     recipe = {"merge_method": "linear", "models": [{"model": str(m), "parameters": {"weight": 1}} for m in (folder, other)]}
@@ -141,7 +141,7 @@ def test_rows_longer_than_the_model_takes_are_refused(folder: Path) -> None:
             draw_text(WriteSettings(tokens=most), Silent())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_that_has_written_is_not_in_memory(folder: Path, tmp_path: Path) -> None:
     def numbers() -> int:
         return sum(tensor.numel() for tensor in gc.get_objects() if type(tensor) is torch.nn.Parameter and not tensor.is_meta)
@@ -178,7 +178,7 @@ def chat_model(folder: Path, template: str) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rows_of_a_chat_model_also_begin_with_the_turns_of_its_template(tmp_path: Path) -> None:
     model = chat_model(tmp_path / "chat", TEMPLATE)
     starts = ("!", ";", "\n", "\n\n", "![user]", "![user];[assistant]")
@@ -191,7 +191,7 @@ def test_rows_of_a_chat_model_also_begin_with_the_turns_of_its_template(tmp_path
     assert weightsmith.write(model, tmp_path / "few.jsonl", rows=2, tokens=8, progress=False).starts == starts[:2]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_template_starts_rows_as_transformers_writes_it(tmp_path: Path) -> None:
     """With a system prompt that the template adds, and blocks on lines of their own."""
     template = """
@@ -213,7 +213,7 @@ def test_a_template_starts_rows_as_transformers_writes_it(tmp_path: Path) -> Non
 
 
 @pytest.mark.matrix("always the same-*", "*__mro__*")
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("template", "why"),
     [
@@ -239,14 +239,14 @@ def test_without_a_usable_template_rows_begin_plainly_and_it_is_said_why(
     assert starts.unused_template == why
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_template_that_refuses_an_empty_question_still_lets_the_model_ask(tmp_path: Path) -> None:
     refusing = "{% if not messages[0].content %}{{ raise_exception('empty') }}{% endif %}" + TEMPLATE
     written = weightsmith.write(chat_model(tmp_path / "chat", refusing), tmp_path / "o.jsonl", rows=9, tokens=2, progress=False)
     assert written.starts == ("!", ";", "\n", "\n\n", "![user]")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_command_says_what_rows_begin_with(tmp_path: Path, cli: Cli) -> None:
     model = chat_model(tmp_path / "chat", TEMPLATE)
     printed = cli("write", model, tmp_path / "a.jsonl", "--rows", "6", "--tokens", "4").out

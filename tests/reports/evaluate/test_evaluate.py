@@ -140,7 +140,7 @@ def test_an_interrupted_evaluation_resumes(work: Path, monkeypatch: pytest.Monke
     assert resumed.to_json() == weightsmith.evaluate("b", **asked).to_json()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_was_compared_with_a_reference_is_not_kept_if_its_files_change(
     work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -483,7 +483,7 @@ def test_without_a_home_a_folder_must_be_named(work: Path, monkeypatch: pytest.M
     assert list(opening.find_evaluations()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_text_may_be_a_string_or_several(work: Path) -> None:
     whole = weightsmith.evaluate("a", text="t.txt", tokens=32, progress=False)
     evaluation = weightsmith.evaluate("a", text=TEXT, tokens=32, progress=False)

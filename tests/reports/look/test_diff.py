@@ -36,7 +36,7 @@ def stored(folder: Path, name: str) -> np.ndarray:
 # ---- numbers
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("change", [low_rank(8, 0), trained], ids=["low rank", "full rank"])
 def test_numbers_are_torchs_in_float64(base: Path, tmp_path: Path, change: object) -> None:
     torch = pytest.importorskip("torch")
@@ -85,6 +85,7 @@ def test_the_result_does_not_depend_on_threads(base: Path, tmp_path: Path) -> No
     assert one == three
 
 
+@pytest.mark.long
 def test_rows_of_the_embedding_that_moved_most_have_their_tokens(base: Path, tmp_path: Path) -> None:
     tensors = weights()
     moved = {7: 0.5, 123: 0.25, TOKENS - 1: 1.0}

@@ -342,7 +342,7 @@ def test_a_row_from_zero_moved_most(tmp_path: Path) -> None:
 # ---- task vectors, inspection, preview
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_task_vectors_are_compared_in_the_finite_tensors(folders: tuple[Path, Path], tmp_path: Path) -> None:
     a, b = folders
     third = save(tmp_path / "c", {NAMES[case]: normal(*pair[0].shape, seed=77) for case, pair in CASES.items()})

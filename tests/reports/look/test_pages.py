@@ -92,7 +92,7 @@ def test_an_inspection_with_and_without_statistics(base: Path) -> None:
     to_html(plain), to_html(page)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_task_vectors_by_pair(base: Path, tmp_path: Path) -> None:
     models = [changed(tmp_path / name, low_rank(4, seed)) for seed, name in enumerate("xyz")]
     difference = weightsmith.diff(*models, base=base, progress=False)

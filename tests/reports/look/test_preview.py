@@ -51,7 +51,7 @@ def small_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "GROUP_ELEMENTS", 320)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("method", "parameters"), [("ties", {}), ("ties", {"scope": "model"}), ("tsv_m", {})], ids=["tiles", "product", "matrices"]
 )
@@ -104,7 +104,7 @@ def test_a_sample_is_within_its_error_of_the_whole(folders: Mapping[str, Path], 
     assert sampled.total.delta == pytest.approx(full.total.delta, rel=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_it_depends_on_neither_threads_nor_run(folders: Mapping[str, Path], small_samples: None) -> None:
     one, three = (json.dumps(preview(recipe(folders), threads=n).to_json(), allow_nan=False) for n in (1, 3))
     assert one == three

@@ -79,7 +79,7 @@ def loss_of_merge(recipe: str) -> Any:
 
 
 @pytest.mark.matrix("*-4294967296", "stages-0")
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("budget", [MEMORY_BYTES, 60_000, 0])
 @pytest.mark.parametrize("name", CASES)
 def test_losses_are_those_of_the_recipe_with_these_numbers(work: Path, name: str, budget: int) -> None:
@@ -139,7 +139,7 @@ def test_only_what_the_changed_numbers_touch_is_computed_again(work: Path, monke
         assert all(".layers.1." in name for name in computed)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_thresholds_are_found_once_for_all_weights(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And again for another density."""
     counted = list[int]()
@@ -176,7 +176,7 @@ def test_losses_do_not_depend_on_threads_or_on_other_rows(work: Path) -> None:
         assert np.array_equal(many, same)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_divergence_from_a_reference_is_that_of_eval(work: Path) -> None:
     Path("b.yml").write_text("merge_method: passthrough\nmodels: [{model: b}]\n")
     with Candidates("r.yml", RecipeOptions()) as recipe:

@@ -37,7 +37,7 @@ def tune(prefix: str, **options: Any) -> Tuning:
 
 
 @pytest.mark.matrix("streamed-gradient")
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("search", ["cma", "gradient"])
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "downloaded"])
 def test_models_of_an_empty_cache_are_tuned_as_local_ones(stream: bool, search: str, hub: FakeHub) -> None:

@@ -120,7 +120,7 @@ def _start() -> dict[str, Any]:
     return {"merge_method": "ties", "base_model": "a", "dtype": "bfloat16", "models": models}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("objective", ["mean", "worst"])
 def test_each_trial_is_reported_once_with_its_loss(work: Path, objective: str) -> None:
     def run(budget: int) -> tuple[Tuning, list[tuple[Trial, float | None]]]:
@@ -190,7 +190,7 @@ def test_processes_that_share_a_search_make_the_trials_of_one(work: Path) -> Non
     assert Path("tuned.yml").read_text().split("\n", 2)[2] == Path("whole.yml").read_text().split("\n", 2)[2]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_larger_budget_goes_on_and_nothing_is_computed_twice(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tune(budget=4)
     first = trials()
@@ -204,7 +204,7 @@ def test_a_larger_budget_goes_on_and_nothing_is_computed_twice(work: Path, monke
     assert len(trials()) == 7
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ctrl_c_leaves_the_best_so_far(work: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     scored, losses = list[int](), Evaluator.losses
 
@@ -330,7 +330,7 @@ def test_the_gradient_is_for_numbers_with_fractions(work: Path) -> None:
         tune(whole, search="gradient")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_more_rows_are_for_candidates_like_the_best_of_earlier_rounds(work: Path) -> None:
     tuning = tune(budget=16, rows=12)
     scored = [sum(value is not None for value in trial.nats[0]) for trial in tuning.trials]
@@ -343,13 +343,13 @@ def test_more_rows_are_for_candidates_like_the_best_of_earlier_rounds(work: Path
         assert [rows > 3 for rows in scored[first:end]] == [loss <= limit for loss in few[first:end]]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_time_ends_the_search(work: Path) -> None:
     tuning = tune(budget=100_000, time="1s")
     assert 1 <= len(tuning.trials) < 1000
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_start_counts_for_the_time_and_one_candidate_is_tried_all_the_same(
     work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -412,7 +412,7 @@ def test_what_cannot_be_tuned_is_one_error_and_leaves_nothing(work: Path, name: 
     assert sorted(path.name for path in work.iterdir()) == before
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_file_that_is_not_ours_stays(work: Path) -> None:
     for name in ("tuned.yml", "tuned.trials.jsonl"):
         Path(name).write_text("mine\n")
@@ -428,7 +428,7 @@ def test_a_file_that_is_not_ours_stays(work: Path) -> None:
     assert Path("tuned.yml").read_text().endswith("# my own remark\n")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_another_text_or_other_weights_are_another_search(work: Path) -> None:
     from tests.calibration_help import changed
 
@@ -447,7 +447,7 @@ def test_another_text_or_other_weights_are_another_search(work: Path) -> None:
     assert tune(budget=2, resume=False).resumed == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_command_shows_what_it_found(work: Path, cli: Cli) -> None:
     args = ["r.yml", "tuned.yml", "--text", "t.txt", "--text", "v.txt", "--tokens", "32", "--budget", "6"]
     Path("v.txt").write_text(Path("u.txt").read_text())
@@ -471,7 +471,7 @@ def test_the_module_names_its_marks() -> None:
     assert module.MARK.startswith("# Tuned by weightsmith")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_line_scores_all_rows_of_each_candidate(work: Path) -> None:
     recipe = {**LINEAR, "models": [{"model": name, "parameters": {"weight": 1}} for name in "bc"]}
     tuning = tune({**recipe, "parameters": {"lambda": {"tune": [0, 1]}}}, search="line", budget=20)
@@ -480,7 +480,7 @@ def test_a_line_scores_all_rows_of_each_candidate(work: Path) -> None:
     assert tuning.objective_of(tuning.best) == min(map(tuning.objective_of, tuning.losses))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_table_has_a_row_for_each_trial_and_texts_may_be_strings(work: Path) -> None:
     tuning = tune(text=Path("t.txt").read_text(), report_text=[Path("u.txt").read_text()])
     assert tuning.judged == tune(out="files.yml").judged

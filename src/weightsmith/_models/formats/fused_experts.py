@@ -95,6 +95,10 @@ FAMILIES: Mapping[str, _Family] = {
     ),
     "jamba": _Family(parent=("feed_forward", "feed_forward")),
     "kimi_linear": _KIMI_LINEAR,
+    "laguna": _Family(
+        renamed={f"mlp.gate.{_BIAS}": f"mlp.experts.{_BIAS}"}
+        | {f"mlp.shared_experts.{name}.weight": f"mlp.shared_expert.{name}.weight" for name in _USUAL}
+    ),
     "lfm2_moe": _Family(_OF_MIXTRAL, parent=("feed_forward", "feed_forward")),
     "mimo_v2_flash": _Family(renamed={"self_attn.sinks": "self_attn.attention_sink_bias"}),
     "minimax": _MIXTRAL,

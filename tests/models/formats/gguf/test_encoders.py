@@ -183,6 +183,7 @@ def test_what_comes_back_is_what_was_written(name: str, tmp_path: Path) -> None:
         assert ours.encode(text, "a dog").type_ids == theirs.encode(text, "a dog").type_ids
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pooling", ["cls_token", "mean_tokens"])
 def test_how_a_file_pools_comes_back(pooling: str, tmp_path: Path) -> None:
     from sentence_transformers import SentenceTransformer
@@ -257,6 +258,7 @@ def test_a_head_pools_as_transformers_does_by_default(tmp_path: Path) -> None:
         quantize(source, tmp_path / "q")
 
 
+@pytest.mark.long
 def test_jinas_rope_has_the_base_of_transformers_by_default(tmp_path: Path) -> None:
     source = save("jina", tmp_path / "m")
     config = json.loads((source / "config.json").read_text())
@@ -352,6 +354,7 @@ def test_normalisers_that_llama_cpp_does_not_have_are_named(tmp_path: Path) -> N
 # ---- types, and merges
 
 
+@pytest.mark.long
 @pytest.mark.matrix("bert-*")
 @needs_llama_cpp
 @pytest.mark.parametrize("name", ["bert-ranks", "xlm-roberta"])

@@ -21,6 +21,7 @@ from weightsmith._models.formats.gguf.architectures.cohere import Cohere2Moe
 from weightsmith._models.formats.gguf.architectures.glm import GlmDsa
 from weightsmith._models.formats.gguf.architectures.granite import GraniteSwa
 from weightsmith._models.formats.gguf.architectures.mimo import MimoV2
+from weightsmith._models.formats.gguf.architectures.mistral import Mistral4
 from weightsmith._models.formats.gguf.base.architecture import Contents
 from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufKeys
 from weightsmith._models.formats.gguf.header import read_gguf_header
@@ -29,6 +30,10 @@ from weightsmith._models.formats.gguf.tokenizer import files
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
 
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+
+MIXED = ["full_attention", "sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+
+SMALL = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
 
 MIMO = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
@@ -150,6 +155,42 @@ def written(name: str, folder: Path, **changes: Any) -> Path:
         ("granite-swa", {"layer_rope_theta": [1e4, -1, 1e4, 1e4, 0]}, "layer_rope_theta is -1, not a positive number"),
         ("granite-swa", {"no_rope_layers": [1, 1, 1, 1, 0]}, r"no_rope_layers is \[1, 1, 1, 1, 0\], and llama.cpp takes"),
         ("granite-moe-swa", {"shared_intermediate_size": 41}, r"input_linear.weight: 2 \* shared_intermediate_size is 82"),
+        *(
+            (
+                name,
+                {"layer_types": ["full_attention"] * 5},
+                "layers with sliding_attention is 'none', and llama.cpp takes 'some'",
+            )
+            for name in ("cohere2-moe", "granite-swa")
+        ),
+        ("laguna", {"moe_router_logit_softcapping": 2.0}, "moe_router_logit_softcapping is 2.0, and llama.cpp takes 0.0"),
+        ("laguna", {"moe_apply_router_weight_on_input": True}, "moe_apply_router_weight_on_input is True, and llama.cpp"),
+        ("mistral4", {"rope_parameters": PLAIN}, "rope_type is 'default', and llama.cpp takes 'yarn' for granted"),
+        ("mistral4", {"rope_parameters": {**SMALL, "mscale": 0.7}}, "mscale is 0.7, and llama.cpp takes 1.0 for granted"),
+        (
+            "mistral4",
+            {"rope_parameters": {**SMALL, "mscale": 0.7, "mscale_all_dim": 0.7}},
+            "mscale_all_dim is 0.7, and llama.cpp takes 1 for granted",
+        ),
+        ("mistral4", {"rope_parameters": {**SMALL, "llama_4_scaling_beta": None}}, "llama_4_scaling_beta is missing"),
+        ("mistral4", {"rope_interleave": False}, "rope_interleave is False, and llama.cpp takes True for granted"),
+        ("mistral4", {"q_lora_rank": None}, "q_lora_rank is 'none', and llama.cpp takes 'a number' for granted"),
+        ("mistral4", {"moe_intermediate_size": 24}, "experts.down_proj: moe_intermediate_size is 24 in config.json"),
+        ("laguna", {"attention_bias": True}, "attention_bias is True, and llama.cpp takes False for granted"),
+        ("laguna", {"gating": "per-element"}, "gating is 'per-element', and the gate of layer 0 would have 32 rows, not 4"),
+        (
+            "laguna",
+            {"num_attention_heads_per_layer": [4, 6]},
+            "num_attention_heads_per_layer is .*, not a number for each of 5",
+        ),
+        ("laguna", {"num_attention_heads_per_layer": [4, 6, 6, 4, 4]}, "the gate of layer 4 would have 4 rows, not 6"),
+        ("laguna", {"mlp_layer_types": ["dense"] * 5}, "first_k_dense_replace is 5, and layer 1 has experts"),
+        ("laguna", {"sliding_window": 0}, "sliding_window is missing"),
+        (
+            "laguna",
+            {"rope_parameters": {"full_attention": PLAIN, "sliding_attention": YARN}},
+            "rope_type of sliding_attention is 'yarn', and llama.cpp takes 'default' for granted",
+        ),
         ("dbrx", {"ffn_config": {**FFN, "moe_normalize_expert_weights": None}}, "moe_normalize_expert_weights is 'none', and"),
         ("dbrx", {"ffn_config": {**FFN, "ffn_act_fn": {"name": "gelu"}}}, "hidden_act is 'gelu', and llama.cpp takes 'silu'"),
     ],
@@ -199,6 +240,41 @@ def test_weights_of_experts_that_coheres_config_cannot_state(tmp_path: Path) -> 
         Cohere2Moe().config({**keys, "cohere2moe.expert_weights_norm": False}, contents, "float32", "here")
 
 
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"gating": "per-element", "num_attention_heads_per_layer": [6] * 5, "head_dim": 12, "sliding_window": 6},
+        {"layer_types": ["full_attention"] * 5, "sliding_window": 0, "mlp_layer_types": ["sparse"] * 5},
+        {"rope_parameters": {kind: {**PLAIN, "partial_rotary_factor": 0.75} for kind in MIXED[:2]}},
+    ],
+)
+def test_settings_of_laguna_come_back(stated: dict[str, Any], tmp_path: Path) -> None:
+    import transformers
+
+    source = zoo.save("laguna", tmp_path / "m", 1, vocab_size=262, **stated)
+    (source / "tokenizer.json").write_bytes(tokenizer_files(BYTE_LEVEL)["tokenizer.json"])
+    weightsmith.quantize(source, tmp_path / "q", "gguf-f32", progress=False)
+    with weightsmith.open_checkpoint(tmp_path / "q") as back:
+        here, there = (transformers.AutoConfig.from_pretrained(folder).to_dict() for folder in (source, back.folder))
+    assert {name: there.get(name) for name in stated} == {name: here[name] for name in stated}
+
+
+def test_how_queries_of_mistral_4_grow(tmp_path: Path) -> None:
+    """llama.cpp's converter leaves this out; files without it are read as those of models whose queries do not grow."""
+    keys = dict(read_gguf_header(written("mistral4", tmp_path)).keys)
+    scale, length = "mistral4.attention.temperature_scale", "mistral4.attention.temperature_length"
+    assert (keys[scale], keys[length]) == (pytest.approx(0.1), 8)
+    contents = Contents({"token_embd.weight": (262, 32), "output.weight": (262, 32)})
+    without = {name: value for name, value in keys.items() if name not in (scale, length)}
+    for stated, beta in ((keys, 0.1), (without, 0.0)):
+        assert Mistral4().config(stated, contents, "float32", "here")["rope_parameters"]["llama_4_scaling_beta"] == beta
+    with pytest.raises(Unsupported, match=r"temperature_length is not the context before YaRN"):
+        Mistral4().config({**keys, length: 16}, contents, "float32", "here")
+    rope = {**json.loads((tmp_path / "m" / "config.json").read_text())["rope_parameters"], "llama_4_scaling_beta": 0.0}
+    keys = dict(read_gguf_header(written("mistral4", tmp_path / "plain", rope_parameters=rope)).keys)
+    assert scale not in keys
+
+
 def test_bases_of_granite_by_layer_come_back(tmp_path: Path) -> None:
     """llama.cpp has RoPE in all layers where a file does not say which."""
     bases = [1e4, 0, 0, 1e4, 1e4]
@@ -212,8 +288,8 @@ def test_bases_of_granite_by_layer_come_back(tmp_path: Path) -> None:
         GraniteSwa().config(keys | {pattern: np.ones(4, bool)}, contents, "float32", "here")
 
 
-@pytest.mark.parametrize(("name", "stem"), [("afmoe", "afmoe"), ("hy-v3", "hy_v3")])
-def test_scores_of_trinity_and_hy_are_always_normalised(name: str, stem: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "stem"), [("afmoe", "afmoe"), ("hy-v3", "hy_v3"), ("laguna", "laguna")])
+def test_scores_of_some_are_always_normalised(name: str, stem: str, tmp_path: Path) -> None:
     """config.json of transformers does not say so, and llama.cpp does not normalise them where the file does not say it."""
     path = written(name, tmp_path)
     reader = gguf.GGUFReader(path)
@@ -373,7 +449,6 @@ def test_keys_of_mimo_for_layers_that_predict(tmp_path: Path) -> None:
 STEEP = ("q_norm.weight", "k_norm.weight", "query_layernorm.weight", "key_layernorm.weight", "q_b_proj.weight", "wq_b.weight")
 STEEP += ("mlp.gate.weight", "mlp.router.gate.weight", "mlp.gate.wg.weight", "v_proj.weight", "down_proj.weight")
 STEEP += ("q_proj.weight", "k_proj.weight")
-MIXED = ["full_attention", "sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
 
 
 @needs_llama_cpp
@@ -393,6 +468,10 @@ MIXED = ["full_attention", "sliding_attention", "sliding_attention", "full_atten
         ("cohere2-moe", {"expert_selection_fn": "sigmoid", "norm_topk_prob": False, "rms_norm_eps": 1e-4}),
         ("granite-swa", {"layer_rope_theta": [0, *[7e3] * 4], "attention_bias": True, "mlp_bias": True}),
         ("granite-moe-swa", {"layer_rope_theta": None, "rope_parameters": YARN, "shared_intermediate_size": 0}),
+        ("laguna", {"rope_parameters": {"full_attention": {**YARN, "partial_rotary_factor": 0.5}, "sliding_attention": PLAIN}}),
+        ("laguna", {"gating": "per-element", "num_attention_heads_per_layer": None, "layer_types": None}),
+        ("mellum", {"layer_types": None}),
+        ("mistral4", {"n_shared_experts": 2, "first_k_dense_replace": 0}),
         ("mimo2", {"layer_types": MIXED[::-1] + MIXED[:2], "mlp_layer_types": ["sparse", "dense"] * 3 + ["sparse"]}),
     ],
 )

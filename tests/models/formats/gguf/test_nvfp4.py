@@ -47,6 +47,7 @@ def test_every_architecture_with_factors_is_compared_with_llama_cpp() -> None:
     assert {architecture.name for architecture in architectures() if architecture.factored} == known
 
 
+@pytest.mark.long
 @pytest.mark.matrix("llama", "qwen3-moe")
 @needs_llama_cpp
 @pytest.mark.parametrize("name", FACTORED)

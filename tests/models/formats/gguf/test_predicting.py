@@ -133,7 +133,7 @@ def test_types_are_those_of_llama_cpps_quantiser(family: str, tmp_path: Path) ->
     assert ours == theirs
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["iq2_xxs", "nvfp4"])
 def test_types_that_they_cannot_have(name: str, tmp_path: Path) -> None:
     """No text is run through them, so they have no importances; and llama.cpp may not multiply them by factors."""

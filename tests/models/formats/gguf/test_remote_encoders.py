@@ -233,6 +233,7 @@ def test_types_and_bytes_are_those_of_llama_cpps_quantiser(name: str, tmp_path: 
         }  # a matrix of one row is a vector there
 
 
+@pytest.mark.long
 def test_nomics_settings_that_llama_cpp_does_not_know(tmp_path: Path) -> None:
     source = save_nomic(tmp_path / "m")
     assert gguf.GGUFReader(quantize(source, tmp_path / "q")).fields["nomic-bert-moe.context_length"].contents() == 512

@@ -321,6 +321,7 @@ def test_a_merge_of_pipelines_is_that_of_their_denoisers(tmp_path: Path) -> None
     assert written[0] == written[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
 def test_models_of_8_bit_floats_are_f16_without_loss(dtype: type, tmp_path: Path) -> None:
     tensors = normal(FLUX, dtype=dtype)

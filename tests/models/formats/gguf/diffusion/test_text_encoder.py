@@ -172,6 +172,7 @@ def test_the_tokenizer_of_umt5_is_in_the_file(spiece: bytes, tmp_path: Path) -> 
     }
 
 
+@pytest.mark.long
 def test_the_tokenizer_of_umt5_is_read_back_and_written_again(spiece: bytes, tmp_path: Path) -> None:
     save_file(umt5(spiece), tmp_path / "umt5.safetensors")
     weightsmith.quantize(tmp_path / "umt5.safetensors", tmp_path / "out", format="gguf-bf16", fsync=False)
@@ -221,6 +222,7 @@ def test_another_tokenizer_is_not_umt5s(tmp_path: Path) -> None:
             weightsmith.quantize(tmp_path / "umt5.safetensors", tmp_path / "out", format="gguf-q8_0")
 
 
+@pytest.mark.long
 @needs_llama_cpp
 def test_llama_cpp_computes_what_transformers_does_of_umt5(spiece: bytes, tmp_path: Path) -> None:
     """Its unigram tokenizer has no fallback to bytes, so the text has no characters that need one."""

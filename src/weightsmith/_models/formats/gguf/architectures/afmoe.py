@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from weightsmith._base.errors import Unsupported
 from weightsmith._models.formats.gguf.base.architecture import (
+    NORMALISED,
     SIGMOID_ROUTER,
     UNTIED,
     Contents,
@@ -13,8 +13,8 @@ from weightsmith._models.formats.gguf.base.architecture import (
     GgufFamily,
     GgufKey,
     Windows,
+    need_normalised,
 )
-from weightsmith._models.formats.gguf.base.rope import USE_ORIGINAL
 from weightsmith._models.formats.gguf.base.tensors import (
     ATTENTION,
     EXPERTS,
@@ -25,8 +25,6 @@ from weightsmith._models.formats.gguf.base.tensors import (
     SHARED_EXPERTS,
 )
 from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufKeys, GgufValues
-
-_NORMALISED = "expert_weights_norm"
 
 
 class Afmoe(GgufArchitecture):
@@ -61,12 +59,10 @@ class Afmoe(GgufArchitecture):
             config.need("global_attn_every_n_layers", config.get("global_attn_every_n_layers"), 4)
 
     def put_more(self, config: GgufConfig, keys: GgufKeys) -> None:
-        keys.put(_NORMALISED, "bool", True)  # llama.cpp takes false where a file does not say it
+        keys.put(NORMALISED, "bool", True)  # llama.cpp takes false where a file does not say it
 
     def take_more(self, values: GgufValues, config: dict[str, Any], contents: Contents) -> None:
-        if not values.truth(_NORMALISED, False):
-            what = f"{self.name}.{_NORMALISED} is not true, and transformers always normalises"
-            raise Unsupported(what, where=values.where, fix=USE_ORIGINAL)
+        need_normalised(values)
 
 
 FAMILY = GgufFamily((Afmoe(),))

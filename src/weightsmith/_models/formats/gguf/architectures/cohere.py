@@ -14,6 +14,7 @@ from weightsmith._models.formats.gguf.base.architecture import (
     GgufFamily,
     GgufKey,
     Windows,
+    need_window,
 )
 from weightsmith._models.formats.gguf.base.rope import USE_ORIGINAL
 from weightsmith._models.formats.gguf.base.tensors import (
@@ -107,7 +108,7 @@ class Cohere2Moe(GgufArchitecture):
 
     def check(self, config: GgufConfig) -> None:
         super().check(config)
-        config.count("sliding_window")
+        need_window(config)
         if config.count("num_shared_experts", 0, least=0):
             strategy = config.get("shared_expert_combination_strategy")
             config.need("shared_expert_combination_strategy", strategy, "average")

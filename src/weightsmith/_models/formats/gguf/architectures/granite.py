@@ -14,6 +14,7 @@ from weightsmith._models.formats.gguf.base.architecture import (
     GgufKey,
     Windows,
     all_or_none,
+    need_window,
 )
 from weightsmith._models.formats.gguf.base.mamba import (
     INNER,
@@ -236,7 +237,7 @@ class GraniteSwa(GgufArchitecture):
 
     def check(self, config: GgufConfig) -> None:
         super().check(config)
-        config.count("sliding_window")
+        need_window(config)
 
     def rope(self, config: GgufConfig) -> dict[str, Any]:
         rope = super().rope(config)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from weightsmith._base.errors import Unsupported
-from weightsmith._models.formats.gguf.base.architecture import SIGMOID_ROUTER, Contents, GgufArchitecture, GgufFamily, GgufKey
-from weightsmith._models.formats.gguf.base.rope import USE_ORIGINAL
+from weightsmith._models.formats.gguf.base.architecture import (
+    NORMALISED,
+    SIGMOID_ROUTER,
+    Contents,
+    GgufArchitecture,
+    GgufFamily,
+    GgufKey,
+    need_normalised,
+)
 from weightsmith._models.formats.gguf.base.tensors import ATTENTION, EXPERTS, HEAD_NORMS, MLP, MLP_NORM, Predicting
 from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufKeys, GgufValues
 
-_NORMALISED, _SHARED = "expert_weights_norm", "expert_shared_feed_forward_length"
+_SHARED = "expert_shared_feed_forward_length"
 
 
 class HyV3(GgufArchitecture):
@@ -39,7 +45,7 @@ class HyV3(GgufArchitecture):
         config.count("num_shared_experts")
 
     def put_more(self, config: GgufConfig, keys: GgufKeys) -> None:
-        keys.put(_NORMALISED, "bool", True)  # llama.cpp takes false where a file does not say it
+        keys.put(NORMALISED, "bool", True)  # llama.cpp takes false where a file does not say it
 
     def take_more(self, values: GgufValues, config: dict[str, Any], contents: Contents) -> None:
         width = values.count(_SHARED, config["moe_intermediate_size"])
@@ -47,9 +53,7 @@ class HyV3(GgufArchitecture):
         layers = range(config["num_hidden_layers"])
         sparse = [f"blk.{number}.ffn_gate_inp.weight" in contents.shapes for number in layers]
         config["mlp_layer_types"] = ["sparse" if has_experts else "dense" for has_experts in sparse]
-        if not values.truth(_NORMALISED, False):
-            what = f"{self.name}.{_NORMALISED} is not true, and transformers always normalises"
-            raise Unsupported(what, where=values.where, fix=USE_ORIGINAL)
+        need_normalised(values)
 
 
 FAMILY = GgufFamily((HyV3(),))

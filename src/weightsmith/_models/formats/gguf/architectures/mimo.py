@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ from weightsmith._models.formats.gguf.base.architecture import (
     GgufFamily,
     Windows,
 )
-from weightsmith._models.formats.gguf.base.rope import USE_ORIGINAL
+from weightsmith._models.formats.gguf.base.rope import USE_ORIGINAL, share_turned
 from weightsmith._models.formats.gguf.base.tensors import ATTENTION, EXPERTS, MLP, MLP_NORM, ROUTER, ROUTER_BIAS, WINDOWS
 from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufKeys, GgufValues
 
@@ -124,8 +123,9 @@ class MimoV2(GgufArchitecture):
         config["num_key_value_heads"] = full
 
     def take_more(self, values: GgufValues, config: dict[str, Any], contents: Contents) -> None:
-        share, width = config.pop("partial_rotary_factor", 1.0), config["head_dim"]
-        share = share if int(share * width) == round(share * width) else math.nextafter(share, 1)
+        config.pop("partial_rotary_factor", None)
+        width = config["head_dim"]
+        share = share_turned(values.count("rope.dimension_count", width), width)
         bases = {"full_attention": config.pop("rope_theta"), "sliding_attention": values.float32(_LOCAL_BASE, 10_000.0)}
         config["rope_parameters"] = {
             kind: {"rope_type": "default", "rope_theta": base, "partial_rotary_factor": share} for kind, base in bases.items()

@@ -61,6 +61,8 @@ NOT_ADDED = "biases that llama.cpp does not add"
 """Why a tensor is left out that changes what the model computes."""
 SIGMOID_ROUTER = {"expert_gating_func": 2}
 """`GgufArchitecture.constants` of models whose routers' scores are sigmoids."""
+NORMALISED = "expert_weights_norm"
+"""The key for dividing the weights of a token's experts by their sum."""
 
 _DENSE = "leading_dense_block_count"
 MOST_LAYERS = 100_000
@@ -442,6 +444,8 @@ class GgufArchitecture:
             raise config.wrong("layer_types", stated, "not a list of sliding_attention and full_attention")
         if not windows.stated or len(stated) != layers:
             config.need("layer_types", stated, types)
+        if windows.stated and windows.default is None:  # llama.cpp does not run a model with a window that no layer has
+            slides = slides and "sliding_attention" in stated
         if slides:
             keys.u32("attention.sliding_window", config.count("sliding_window"))
         if slides and windows.stated:
@@ -831,6 +835,24 @@ def _any_slides(config: GgufConfig) -> bool:
     if types is not None:
         return bool(types != ["full_attention"] * config.count("num_hidden_layers"))
     return config.count("max_window_layers", 0, least=0) < config.count("num_hidden_layers")
+
+
+def need_normalised(values: GgufValues) -> None:
+    """Raise Unsupported for a file without the key for dividing the weights of experts by their sum.
+
+    transformers always does in some models, and llama.cpp does not where a file does not say it.
+    """
+    if not values.truth(NORMALISED, False):
+        what = f"{values.prefix}{NORMALISED} is not true, and transformers always normalises"
+        raise Unsupported(what, where=values.where, fix=USE_ORIGINAL)
+
+
+def need_window(config: GgufConfig) -> None:
+    """Raise FormatError for a model without a window, and Unsupported where no layer has it."""
+    config.count("sliding_window")
+    types = config.get("layer_types")
+    if types is not None and "sliding_attention" not in types:
+        config.need("layers with sliding_attention", "none", "some")
 
 
 def as_many_kv_heads(config: GgufConfig) -> None:

@@ -118,6 +118,16 @@ def take_scaling(values: GgufValues, config: Mapping[str, Any], factors: Mapping
     raise Unsupported(f"RoPE scaling of the type {show(kind)}", where=values.where, fix=USE_ORIGINAL)
 
 
+def share_turned(turned: int, width: int) -> float:
+    """`partial_rotary_factor` of heads of this width, of which RoPE turns so many numbers.
+
+    >>> int(share_turned(39, 56) * 56), int(39 / 56 * 56)
+    (39, 38)
+    """
+    share = turned / width
+    return share if int(share * width) == turned else math.nextafter(share, 1)
+
+
 def state_by_kind(config: dict[str, Any], local_base: float) -> None:
     """Move the settings of RoPE in config.json to `rope_parameters`, of layers that attend to everything and those that slide.
 

@@ -23,12 +23,12 @@ class GgufValues:
     """Values of one file, checked as they are taken: of config.json, or the keys that begin with `prefix`."""
 
     def __init__(self, values: Mapping[str, Any], where: str = "config.json", fix: str = "repair it", prefix: str = "") -> None:
-        self._values, self.where, self._fix, self._prefix = values, where, fix, prefix
+        self._values, self.where, self._fix, self.prefix = values, where, fix, prefix
         self._missing = "add it to config.json, as the model was trained" if where == "config.json" else fix
 
     def get(self, name: str, default: Any = None, within: Mapping[str, Any] | None = None) -> Any:
         """A value, if it is not null; `within` another mapping."""
-        value = (self._values if within is None else within).get(self._prefix + name)
+        value = (self._values if within is None else within).get(self.prefix + name)
         return default if value is None else value
 
     def elsewhere(self, key: str) -> Any:
@@ -38,8 +38,8 @@ class GgufValues:
     def wrong(self, name: str, value: object, expected: str) -> FormatError:
         """The error of a value that is not `expected`, or missing."""
         if value is None:
-            return FormatError(f"{self._prefix}{name} is missing", where=self.where, fix=self._missing)
-        return FormatError(f"{self._prefix}{name} is {show(value)}, {expected}", where=self.where, fix=self._fix)
+            return FormatError(f"{self.prefix}{name} is missing", where=self.where, fix=self._missing)
+        return FormatError(f"{self.prefix}{name} is {show(value)}, {expected}", where=self.where, fix=self._fix)
 
     def count(self, name: str, default: float | None = None, within: Mapping[str, Any] | None = None, *, least: int = 1) -> int:
         """A number from `least` to 2^31."""
@@ -70,7 +70,7 @@ class GgufValues:
             return [self.count(name)] * layers
         if value.shape != (layers,):
             raise self.wrong(name, value, f"not a whole number for each of {layers:,} layers")
-        return [self.count(name, within={self._prefix + name: number}) for number in value.tolist()]
+        return [self.count(name, within={self.prefix + name: number}) for number in value.tolist()]
 
     def numbers_by_layer(self, name: str, layers: int) -> list[float]:
         """A number for each layer, of any sign, where the file has one for each or one for all."""
