@@ -291,6 +291,16 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         | {"num_attention_heads_per_layer": [4, 6, 6, 4, 6], "shared_expert_intermediate_size": 24, "num_experts": 8}
         | {"moe_routed_scaling_factor": 2.5},
     ),
+    "mistral4": (
+        "Mistral4ForCausalLM",
+        "Mistral4Config",
+        {**DEEPSEEK, "num_hidden_layers": 3, "n_routed_experts": 8, "n_group": 2, "qk_nope_head_dim": 16, "v_head_dim": 24}
+        | {"routed_scaling_factor": 1.5}
+        | {
+            "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 8}
+            | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+        },
+    ),
     "mellum": (
         "MellumForCausalLM",
         "MellumConfig",

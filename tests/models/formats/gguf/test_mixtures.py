@@ -21,6 +21,7 @@ from weightsmith._models.formats.gguf.architectures.cohere import Cohere2Moe
 from weightsmith._models.formats.gguf.architectures.glm import GlmDsa
 from weightsmith._models.formats.gguf.architectures.granite import GraniteSwa
 from weightsmith._models.formats.gguf.architectures.mimo import MimoV2
+from weightsmith._models.formats.gguf.architectures.mistral import Mistral4
 from weightsmith._models.formats.gguf.base.architecture import Contents
 from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufKeys
 from weightsmith._models.formats.gguf.header import read_gguf_header
@@ -31,6 +32,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 
 MIXED = ["full_attention", "sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+
+SMALL = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
 
 MIMO = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 
@@ -162,6 +165,17 @@ def written(name: str, folder: Path, **changes: Any) -> Path:
         ),
         ("laguna", {"moe_router_logit_softcapping": 2.0}, "moe_router_logit_softcapping is 2.0, and llama.cpp takes 0.0"),
         ("laguna", {"moe_apply_router_weight_on_input": True}, "moe_apply_router_weight_on_input is True, and llama.cpp"),
+        ("mistral4", {"rope_parameters": PLAIN}, "rope_type is 'default', and llama.cpp takes 'yarn' for granted"),
+        ("mistral4", {"rope_parameters": {**SMALL, "mscale": 0.7}}, "mscale is 0.7, and llama.cpp takes 1.0 for granted"),
+        (
+            "mistral4",
+            {"rope_parameters": {**SMALL, "mscale": 0.7, "mscale_all_dim": 0.7}},
+            "mscale_all_dim is 0.7, and llama.cpp takes 1 for granted",
+        ),
+        ("mistral4", {"rope_parameters": {**SMALL, "llama_4_scaling_beta": None}}, "llama_4_scaling_beta is missing"),
+        ("mistral4", {"rope_interleave": False}, "rope_interleave is False, and llama.cpp takes True for granted"),
+        ("mistral4", {"q_lora_rank": None}, "q_lora_rank is 'none', and llama.cpp takes 'a number' for granted"),
+        ("mistral4", {"moe_intermediate_size": 24}, "experts.down_proj: moe_intermediate_size is 24 in config.json"),
         ("laguna", {"attention_bias": True}, "attention_bias is True, and llama.cpp takes False for granted"),
         ("laguna", {"gating": "per-element"}, "gating is 'per-element', and the gate of layer 0 would have 32 rows, not 4"),
         (
@@ -243,6 +257,22 @@ def test_settings_of_laguna_come_back(stated: dict[str, Any], tmp_path: Path) ->
     with weightsmith.open_checkpoint(tmp_path / "q") as back:
         here, there = (transformers.AutoConfig.from_pretrained(folder).to_dict() for folder in (source, back.folder))
     assert {name: there.get(name) for name in stated} == {name: here[name] for name in stated}
+
+
+def test_how_queries_of_mistral_4_grow(tmp_path: Path) -> None:
+    """llama.cpp's converter leaves this out; files without it are read as those of models whose queries do not grow."""
+    keys = dict(read_gguf_header(written("mistral4", tmp_path)).keys)
+    scale, length = "mistral4.attention.temperature_scale", "mistral4.attention.temperature_length"
+    assert (keys[scale], keys[length]) == (pytest.approx(0.1), 8)
+    contents = Contents({"token_embd.weight": (262, 32), "output.weight": (262, 32)})
+    without = {name: value for name, value in keys.items() if name not in (scale, length)}
+    for stated, beta in ((keys, 0.1), (without, 0.0)):
+        assert Mistral4().config(stated, contents, "float32", "here")["rope_parameters"]["llama_4_scaling_beta"] == beta
+    with pytest.raises(Unsupported, match=r"temperature_length is not the context before YaRN"):
+        Mistral4().config({**keys, length: 16}, contents, "float32", "here")
+    rope = {**json.loads((tmp_path / "m" / "config.json").read_text())["rope_parameters"], "llama_4_scaling_beta": 0.0}
+    keys = dict(read_gguf_header(written("mistral4", tmp_path / "plain", rope_parameters=rope)).keys)
+    assert scale not in keys
 
 
 def test_bases_of_granite_by_layer_come_back(tmp_path: Path) -> None:
@@ -441,6 +471,7 @@ STEEP += ("q_proj.weight", "k_proj.weight")
         ("laguna", {"rope_parameters": {"full_attention": {**YARN, "partial_rotary_factor": 0.5}, "sliding_attention": PLAIN}}),
         ("laguna", {"gating": "per-element", "num_attention_heads_per_layer": None, "layer_types": None}),
         ("mellum", {"layer_types": None}),
+        ("mistral4", {"n_shared_experts": 2, "first_k_dense_replace": 0}),
         ("mimo2", {"layer_types": MIXED[::-1] + MIXED[:2], "mlp_layer_types": ["sparse", "dense"] * 3 + ["sparse"]}),
     ],
 )

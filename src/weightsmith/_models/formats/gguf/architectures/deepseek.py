@@ -146,6 +146,8 @@ class DeepseekV2(GgufArchitecture):
         rope = self.rope(config)
         if rope["rope_type"] == "yarn":
             config.need("mscale", rope.get("mscale"), rope.get("mscale_all_dim"))
+            if self.name != DeepseekV2.name:  # of which alone llama.cpp does not take 1 for `mscale`
+                config.need("mscale_all_dim", rope.get("mscale_all_dim"), 1)
             if rope.get("attention_factor") is not None:  # llama.cpp's scale of attention would follow it
                 config.need("attention_factor", rope["attention_factor"], 1)
             keys.f32(_LOG, 0.1 * config.number("mscale_all_dim", None, rope))

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from weightsmith._base.errors import Unsupported
+from weightsmith._models.formats.gguf.architectures.deepseek import DeepseekV2
 from weightsmith._models.formats.gguf.base.architecture import Contents, GgufArchitecture, GgufFamily
-from weightsmith._models.formats.gguf.base.rope import ATTENTION_FACTOR, stated_factor, yarn_growth
+from weightsmith._models.formats.gguf.base.rope import ATTENTION_FACTOR, USE_ORIGINAL, share_turned, stated_factor, yarn_growth
+from weightsmith._models.formats.gguf.base.tensors import EXPERTS
 from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufKeys, GgufValues
 from weightsmith._models.formats.gguf.base.vision import GELU_OR_SILU, VIT_LARGE, Images, VisionHalf, attention, gated
 
@@ -47,6 +50,43 @@ class Ministral3(GgufArchitecture):
 def _turned_by(factor: float, share: float) -> float:
     """What llama.cpp multiplies sines and cosines by; it takes 1 for `mscale`."""
     return yarn_growth(factor) / yarn_growth(factor, share)
+
+
+_SCALE, _LENGTH = "attention.temperature_scale", "attention.temperature_length"
+_BETA, _SHARE = "llama_4_scaling_beta", "partial_rotary_factor"
+
+
+class Mistral4(DeepseekV2):
+    """Mistral Small 4: DeepSeek-V2's attention with Ministral's YaRN, and stacked experts."""
+
+    name = "mistral4"
+    class_name = "Mistral4ForCausalLM"
+    model_types = ("mistral4",)
+    layer = {name: module for name, module in DeepseekV2.layer.items() if name not in EXPERTS}
+    bare = {"ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj", "ffn_down_exps.weight": "mlp.experts.down_proj"}
+    fixed = {"attention_bias": False, "rope_interleave": True}
+
+    def check_groups(self, config: GgufConfig) -> None:
+        """llama.cpp chooses groups as Mistral 4 does."""
+
+    def put_rope(self, config: GgufConfig, keys: GgufKeys) -> None:
+        rope = self.rope(config)
+        config.need("rope_type", rope["rope_type"], "yarn")
+        super().put_rope(config, keys)
+        if rope.get(_BETA) != 0:  # llama.cpp's converter leaves it out
+            keys.f32(_SCALE, config.number(_BETA, None, rope))
+            keys.u32(_LENGTH, config.count("original_max_position_embeddings", within=rope))
+
+    def take_more(self, values: GgufValues, config: dict[str, Any], contents: Contents) -> None:
+        super().take_more(values, config, contents)
+        turned = config["qk_rope_head_dim"]
+        width = config["head_dim"] = config["qk_nope_head_dim"] + turned
+        rope = {"rope_theta": config.pop("rope_theta"), **config.pop("rope_scaling", {"rope_type": "default"})}
+        beta = values.float32(_SCALE) if _SCALE in values else 0.0
+        if beta and not values.equals(_LENGTH, rope.get("original_max_position_embeddings", 0)):
+            what = f"{values.prefix}{_LENGTH} is not the context before YaRN, as transformers has it"
+            raise Unsupported(what, where=values.where, fix=USE_ORIGINAL)
+        config["rope_parameters"] = {**rope, _BETA: beta, _SHARE: share_turned(turned, width)}
 
 
 class Pixtral(VisionHalf):
@@ -92,4 +132,4 @@ class Mistral3Vision(Pixtral):
         return {"vision.spatial_merge_size": images.whole.count("spatial_merge_size", 2)}
 
 
-FAMILY = GgufFamily((Ministral3(),), vision=(Pixtral(), Mistral3Vision()))
+FAMILY = GgufFamily((Ministral3(), Mistral4()), vision=(Pixtral(), Mistral3Vision()))
