@@ -33,10 +33,16 @@ def test_d(): ...
 """
 
 
+@pytest.fixture(autouse=True)
+def of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runs are not parts of this one."""
+    for variable in ("WEIGHTSMITH_REPETITIONS", "PYTEST_XDIST_WORKER"):
+        monkeypatch.delenv(variable, raising=False)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
-def test_the_last_line_names_what_was_not_run(tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WEIGHTSMITH_REPETITIONS", raising=False)
+def test_the_last_line_names_what_was_not_run(tmp_path: Path, workers: int) -> None:
     (tmp_path / "test_x.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "-n", str(workers), "-p", "tests.not_run", "-p", "no:cacheprovider"]
     ran = subprocess.run(
