@@ -136,6 +136,8 @@ class DeepseekV4(GgufArchitecture):
         turned, width = config.get("qk_rope_head_dim"), config.get("head_dim", 512)
         if config.get("partial_rotary_factor") is None and type(turned) is int and type(width) is int and width > 0:
             added["partial_rotary_factor"] = turned / width
+        if config.get("rope_parameters") is None and config.get("rope_scaling") is None:
+            added["rope_parameters"] = {"rope_type": "default"}
         return {**config, **added}
 
     def check(self, config: GgufConfig) -> None:
