@@ -348,7 +348,7 @@ def find(name: str) -> GgufEncoding | None:
     """
     match = _NAME.fullmatch(name)
     dtype = None if match is None else STORED.get(match[1].upper())
-    if match is None or dtype is None:
+    if match is None or dtype is None or (dtype.name not in TYPES and name != f"{PREFIX}{match[1]}"):
         return None
     shift, decays = 1.0 if match[3] == "+1" else 0.0, match[3] == "-exp"
     skipped, pieces, axis = int(match[4] or 0), int(match[5] or 1), int(match[6] or 0)
