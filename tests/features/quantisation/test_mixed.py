@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 import weightsmith
-from tests.calibration_help import save_model
+from tests import zoo
+from tests.calibration_help import TEXT, save_model
+from tests.gguf_help import BYTE_LEVEL, tokenizer_files
 from tests.mini import write_checkpoint
 from tests.models.formats.compressed_tensors.test_reading import write_model, write_transformer
 from weightsmith._base.errors import PlanError
@@ -403,6 +405,31 @@ def test_the_head_is_calibrated_for_what_enters_it(name: str, head: str, tmp_pat
     quantise(source, tmp_path / "rounded", name, f"lm_head={head}")
     quantise(source, tmp_path / "q", name, f"lm_head={head}", **text)
     assert not np.array_equal(read(tmp_path / "rounded")["lm_head.weight"], read(tmp_path / "q")["lm_head.weight"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nemotron-h", "nemotron-h-moe"])
+def test_nemotron_h_is_calibrated_with_its_head(name: str, tmp_path: Path) -> None:
+    """Its files call the model that has the layers `backbone`, its last norm is `norm_f`, and its experts have no gate."""
+    sizes = {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64} if name.endswith("moe") else {}
+    source = zoo.save(name, tmp_path / "m", 1, vocab_size=262, hidden_size=64, **{"intermediate_size": 64, **sizes})
+    for file, content in tokenizer_files(BYTE_LEVEL).items():
+        (source / file).write_bytes(content)
+    (tmp_path / "t.txt").write_text(TEXT)
+    text = {"calibration": str(tmp_path / "t.txt"), "calibration_rows": 16, "calibration_tokens": 64}
+    quantise(source, tmp_path / "rounded", "w4a16", "lm_head=w4a16-g32", group_size=32)
+    done = quantise(source, tmp_path / "q", "w4a16", "lm_head=w4a16-g32", group_size=32, **text)
+    encoded = {step.out.name for step in done.plan.steps if step.out.name.endswith("weight_packed")}
+    plain, rounded, chosen = (read(folder) for folder in (source, tmp_path / "rounded", tmp_path / "q"))
+    matrices = {f"{weight.removesuffix('_packed')}" for weight in encoded}
+    assert {"lm_head.weight", "backbone.layers.0.mixer.in_proj.weight"} <= matrices
+    reached = [weight for weight in matrices if not np.array_equal(rounded[weight], chosen[weight])]
+    assert {weight for weight in matrices if ".experts." not in weight} <= {*reached}
+    assert all(np.abs(chosen[weight] - plain[weight]).max() > 0 for weight in matrices)
+    models = [str(tmp_path / folder) for folder in ("rounded", "q")]
+    scores = weightsmith.evaluate(*models, text=tmp_path / "t.txt", tokens=64, reference=str(source), progress=False)
+    divergences = [total.divergence.value for total in scores.totals if total.divergence is not None]
+    assert divergences[1] < divergences[0]
 
 
 # ---- weights that engines join, in other architectures

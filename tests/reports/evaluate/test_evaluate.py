@@ -18,12 +18,15 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import BPE
 
 import weightsmith
+from tests import zoo
 from tests.calibration_help import TEXT, changed, save_model
 from tests.cli_help import Cli, cli, run_process
+from tests.gguf_help import BYTE_LEVEL, tokenizer_files
 from weightsmith._base.errors import CannotResume, NonFinite, ParameterError, PlanError, StoreError
 from weightsmith._outputs.staging import Staging
 from weightsmith._plans import Product
@@ -67,10 +70,10 @@ def work(pristine: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactor
     return tmp_path
 
 
-def perplexity(folder: Path, text: str, tokens: int) -> float:
-    """By transformers in float64. A token is a byte."""
+def perplexity(folder: Path, text: str, tokens: int, dtype: torch.dtype = torch.float64) -> float:
+    """By transformers. A token is a byte."""
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     rows = torch.tensor(ids[: len(ids) // tokens * tokens]).view(-1, tokens)
     with torch.inference_mode():
         return math.exp(float(model(input_ids=rows, labels=rows).loss))
@@ -110,6 +113,25 @@ def test_models_recipes_and_stored_codes_have_the_numbers_of_transformers(
     shown = capsys.readouterr().out
     assert [line for line in shown.splitlines() if line.startswith("layer")] == []  # a row for each layer of each model
     assert shown.rstrip().endswith(page.summary[-1])
+
+
+@pytest.mark.matrix("nemotron-h", "deepseek-v3")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["nemotron-h", "nemotron-h-moe", "deepseek-v3", "glm4-moe", "dots1", "minimax-m2", "lfm2-moe", "mamba2"]
+)
+def test_hybrids_and_biases_of_routers_have_the_numbers_of_transformers(name: str, tmp_path: Path) -> None:
+    """transformers keeps these biases as buffers. They are large here, so that others choose other experts."""
+    folder = zoo.save(name, tmp_path / "m", 1, dtype="float32", vocab_size=262)
+    tensors = load_file(folder / "model.safetensors")
+    biases = {k: 3 * torch.randn(v.shape) for k, v in tensors.items() if k.endswith(("e_score_correction_bias", "expert_bias"))}
+    large = {k: 8 * v for k, v in tensors.items() if k.endswith(("down_proj.weight", "w2.weight", "lm_head.weight"))}
+    save_file({**tensors, **large, **biases}, folder / "model.safetensors", {"format": "pt"})
+    for file, content in tokenizer_files(BYTE_LEVEL).items():
+        (folder / file).write_bytes(content)
+    (tmp_path / "t.txt").write_text(TEXT)
+    evaluation = weightsmith.evaluate(folder, text=tmp_path / "t.txt", tokens=32, progress=False)
+    assert evaluation.totals[0].perplexity == pytest.approx(perplexity(folder, TEXT, 32, torch.float32), rel=2e-5)
 
 
 @pytest.mark.matrix

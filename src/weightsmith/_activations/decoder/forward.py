@@ -320,11 +320,17 @@ class Decoder:
         layers, embedding = (self._name(name) for name in (f"{self._stack}.", self._embedding))
         names = {}
         for name, parameter in self._whole.named_parameters(remove_duplicate=False):
-            if name.startswith(layers) or name == embedding:
+            stored = self._stored(name)
+            if stored.startswith(layers) or stored == embedding:
                 continue
             is_tied = parameter is table.weight or (head is not None and parameter is head.weight and self._is_tied)
-            names[name] = embedding if is_tied else name
+            names[name] = embedding if is_tied else stored
         return names
+
+    def _stored(self, name: str) -> str:
+        """The model's name for a parameter of transformers' module."""
+        body = f"{_body_name(self._whole, self._owner)}."
+        return self._name(name.removeprefix(body)) if self._owner and name.startswith(body) else name
 
     @property
     def _is_tied(self) -> bool:
@@ -333,8 +339,10 @@ class Decoder:
     @contextmanager
     def final_norm(self, source: WeightSource, device: str = "cpu") -> Iterator[Any]:
         """The norm after the last layer, whose output enters the head: a module, with its weights."""
-        norm = self._body.norm
-        with _loaded(norm, {name: self._name(f"norm.{name}") for name, _ in norm.named_parameters()}, _Memory(source, device)):
+        found = next(name for name in _LAST_NORMS if hasattr(self._body, name))
+        norm = self._body.get_submodule(found)
+        names = {name: self._name(f"{found}.{name}") for name, _ in norm.named_parameters()}
+        with _loaded(norm, names, _Memory(source, device)):
             yield norm
 
     def _rows(self, source: WeightSource, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, dict[int, int]]:
@@ -411,7 +419,7 @@ def build(base: Base, specs: Mapping[str, TensorSpec]) -> Decoder | WeightsmithE
         with _Weightless():
             whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
         owner, stack = _place(base)
-        body = whole.get_submodule(owner)
+        body = whole.get_submodule(_body_name(whole, owner))
         layers = body.get_submodule(stack)
         table = body.get_input_embeddings().weight
     except Exception as error:  # a bad config can raise anything in transformers
@@ -566,6 +574,15 @@ def _place(base: Base) -> tuple[str, str]:
     """The names of the module that has the layers and of its list of layers: `model` and `layers`."""
     owner, _, stack = base.prefix.removesuffix(".").rpartition(".")
     return owner, stack
+
+
+def _body_name(whole: Any, owner: str) -> str:
+    """transformers' name of the module that has the layers. owner: the checkpoint's, which for Nemotron-H is another."""
+    return owner if not owner or hasattr(whole, owner.partition(".")[0]) else str(whole.base_model_prefix)
+
+
+_LAST_NORMS = ("norm", "norm_f", "final_layernorm", "final_layer_norm", "ln_f")
+"""Names of the norm after the last layer."""
 
 
 class _Weightless(TorchFunctionMode):  # type: ignore[misc,unused-ignore]  # torch has no types for it

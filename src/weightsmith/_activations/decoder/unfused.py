@@ -31,12 +31,27 @@ class Expert(nn.Module):  # type: ignore[misc,unused-ignore]  # torch has no typ
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
+class PlainExpert(nn.Module):  # type: ignore[misc,unused-ignore]
+    """One MLP without a gate."""
+
+    def __init__(self, hidden: int, inner: int, act: Any) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        """float32 [tokens, hidden] → the same."""
+        return self.down_proj(self.act(self.up_proj(x)))
+
+
 class Experts(nn.ModuleList):  # type: ignore[misc,unused-ignore]
     """Routed experts, called as transformers calls its fused ones."""
 
     def __init__(self, fused: Any) -> None:
         count, hidden, inner = fused.down_proj.shape
-        super().__init__(Expert(hidden, inner, fused.act_fn) for _ in range(count))
+        expert = Expert if hasattr(fused, "gate_up_proj") else PlainExpert
+        super().__init__(expert(hidden, inner, fused.act_fn) for _ in range(count))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """The weighted sum of each token's experts, added expert by expert."""
@@ -82,7 +97,19 @@ def unfuse(layer: nn.Module, prefix: str, shapes: dict[str, tuple[int, ...]]) ->
             heights = [shapes.get(f"{prefix}{within}{part}.weight", (0,))[0] for part in parts]
             setattr(layer.get_submodule(owner), leaf, Parts(module, parts, heights))
             replaced[name] = module
+    _take_stored_buffers(layer, prefix, shapes)
     return {name: prefix + stored_name(name, prefix, shapes) for name, _ in layer.named_parameters()}, replaced
+
+
+def _take_stored_buffers(layer: nn.Module, prefix: str, shapes: Collection[str]) -> None:
+    """Make parameters of the buffers that a checkpoint stores numbers for, such as biases of routers: they are loaded then."""
+    kept = layer.state_dict(keep_vars=True).keys()
+    for name, buffer in list(layer.named_buffers()):
+        if name in kept and buffer.is_floating_point() and prefix + stored_name(name, prefix, shapes) in shapes:
+            owner, _, leaf = name.rpartition(".")
+            module = layer.get_submodule(owner)
+            delattr(module, leaf)
+            module.register_parameter(leaf, nn.Parameter(buffer.to("meta"), requires_grad=False))
 
 
 def put_back(layer: nn.Module, replaced: dict[str, nn.Module]) -> None:
@@ -99,13 +126,16 @@ def stored_name(name: str, prefix: str, stored: Collection[str]) -> str:
     'self_attn.q_proj.weight'
     >>> stored_name("mlp.experts.3.up_proj.weight", "l.", {"l.block_sparse_moe.experts.3.w3.weight"})
     'block_sparse_moe.experts.3.w3.weight'
+    >>> stored_name("feed_forward.experts.3.up_proj.weight", "l.", {"l.feed_forward.experts.3.w3.weight"})
+    'feed_forward.experts.3.w3.weight'
     """
     parts = name.split(".")
     if len(parts) > 2 and parts[-3] in FUSED and parts[-2] in FUSED[parts[-3]]:
         del parts[-3]
     plain = ".".join(parts)
-    if prefix + plain not in stored and parts[0] == "mlp":
-        mixtral = ".".join(["block_sparse_moe", *(MIXTRAL.get(part, part) for part in parts[1:])])
-        if prefix + mixtral in stored:
-            return mixtral
+    if prefix + plain not in stored:
+        renamed = [MIXTRAL.get(part, part) for part in parts[1:]]
+        for first in (parts[0], "block_sparse_moe") if parts[0] == "mlp" else (parts[0],):
+            if prefix + (mixtral := ".".join([first, *renamed])) in stored:
+                return mixtral
     return plain
