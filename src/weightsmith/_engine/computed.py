@@ -24,7 +24,7 @@ from weightsmith._engine.schedule import APPLY, ActiveStep, LeafPass, Scheduler,
 from weightsmith._engine.tile_work import Finite, Merger
 from weightsmith._files.hf_folder import natural_key
 from weightsmith._models.checkpoint import Checkpoint
-from weightsmith._plans import COPY, PRODUCTS, Gather, Plan, Read, Step
+from weightsmith._plans import CAST, COPY, PRODUCTS, Gather, Plan, Read, Step
 from weightsmith.abc.job import Bytes
 from weightsmith.abc.tensors import check_range, closed, digest, spec_of
 
@@ -132,6 +132,14 @@ class ComputedSource:
             return None
         pairs = [pair for leaf, twin in zip(leaves, twins, strict=True) for pair in zip(leaf.inputs, twin.inputs, strict=True)]
         return [(self.inputs[a.model], a.tensor, b.tensor) for a, b in pairs if a.model != PRODUCTS]
+
+    def copy_of(self, name: str) -> tuple[Checkpoint, str] | None:
+        """The model and its tensor that a tensor is a copy of, as a whole; None if it is not."""
+        step = self._step(name)
+        if step.op not in (COPY, CAST) or len(step.inputs) != 1:
+            return None
+        (read,) = step.inputs
+        return None if read.view is not None or read.model == PRODUCTS else (self.inputs[read.model], read.tensor)
 
     def natural_dtype(self, name: str) -> DType:
         return self._step(name).out.dtype

@@ -210,7 +210,9 @@ def _inputs(plan: Plan) -> list[dict[str, Any]]:
     def merge(plan: Plan | None) -> dict[str, Any]:
         return {} if plan is None else {"merge_method": plan.provenance.name, "inputs": _inputs(plan)}
 
-    return [{"ref": m.ref, "revision": m.revision, "identity": m.identity, **merge(m.plan)} for m in plan.models]
+    once = {(model.ref, model.revision): model for model in reversed(plan.models)}  # not again as its files have it
+    models = [model for model in plan.models if once[model.ref, model.revision] is model]
+    return [{"ref": m.ref, "revision": m.revision, "identity": m.identity, **merge(m.plan)} for m in models]
 
 
 def provenance(plan: Plan, distance: tuple[Moved, ...]) -> dict[str, Any]:

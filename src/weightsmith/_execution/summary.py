@@ -171,7 +171,9 @@ def _ops(plan: Plan) -> tuple[OpFacts, ...]:
 
 def _kinds(steps: Sequence[Step]) -> tuple[KindFacts, ...]:
     facts = [
-        KindFacts(kind, len(alike), sum(out.nbytes for step in alike for out in step.outs), sum(step.numbers for step in alike))
+        KindFacts(
+            kind, len(alike), sum(out.nbytes for step in alike for out in step.outs), sum(step.shown.size for step in alike)
+        )
         for kind, alike in grouped((_kind(step.out), step) for step in steps).items()
     ]
     return tuple(sorted(facts, key=lambda facts_of_kind: -facts_of_kind.nbytes))
@@ -201,7 +203,7 @@ def _stages(prepared: Prepared) -> tuple[StageFacts, ...]:
         StageFacts(
             stage.label,
             stage.plan.provenance.name,
-            tuple(model.ref for model in stage.plan.models),
+            stage.plan.refs,
             len(stage.plan.steps),
             sum(step.out.nbytes for step in stage.plan.steps),
             stage.why,

@@ -245,10 +245,10 @@ class Step:
         return sum(out.nbytes for out in self.outs)
 
     @property
-    def numbers(self) -> int:
-        """Elements of the tensor, also where it is copied as bytes of blocks."""
+    def shown(self) -> TensorSpec:
+        """The tensor as users know it: where it is copied as bytes of blocks, with the shape and type of the blocks."""
         is_copy = bool(self.stored) and self.stored[0].dtype.block > 1 and not self.out.dtype.floating
-        return self.stored[0].size if is_copy else self.out.size
+        return replace(self.stored[0], name=self.out.name) if is_copy else self.out
 
     @property
     def family(self) -> str:
@@ -543,6 +543,11 @@ class Plan:
     def refs(self) -> tuple[str, ...]:
         """What the models are called. A GGUF file may be among `models` twice: decoded, and as it is."""
         return tuple(dict.fromkeys(model.ref for model in self.models))
+
+    @property
+    def copies_blocks(self) -> bool:
+        """Whether blocks of GGUF files are copied as they are."""
+        return any(step.shown is not step.out for step in self.steps)
 
     def label(self, read: Read) -> str:
         """The model or product that a read refers to, for messages."""

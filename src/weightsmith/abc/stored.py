@@ -359,7 +359,7 @@ class ModelFiles:
     tensor   (name) → the bytes of a small tensor of the same model as `donor`; None: there is none
     numbers  (names) → the numbers of these tensors of the draft, which have one each, as the output would store them
     stored_as  (what is read) → how the files of its model have the tensor; None: not so that it can be copied
-    undecoded  (the index of a model) → that of the same files, with their tensors as `stored_as` names them
+    undecoded  (what is read) → the index of a model that has the tensors of its files as `stored_as` names them
     """
 
     origins: Sequence[ModelOrigin]
@@ -369,7 +369,7 @@ class ModelFiles:
     tensor: Callable[[str], bytes | None] = lambda _name: None
     numbers: Callable[[Sequence[str]], Mapping[str, float]] = lambda _names: {}
     stored_as: Callable[[Read], StoredAs | None] = lambda _read: None
-    undecoded: Callable[[int], int] = lambda model: model
+    undecoded: Callable[[Read], int] = lambda read: read.model
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,14 +170,16 @@ class StoredPart:
 class StoredAs:
     """How a file has a tensor of the model.
 
-    encoding  that would store it so, by its name
+    encoding  that would store it so, by its name; "": its numbers are not those of the file, which has them in these types
     parts     what the encoding's stored tensors are in the file, one for each
     order     of its rows or columns in the file; None: that of the model
+    types     what the file says of the types of all its tensors
     """
 
     encoding: str
     parts: tuple[StoredPart, ...]
     order: object = None
+    types: object = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -468,6 +468,7 @@ def _explain(prepared: Prepared, pattern: str, *, as_json: bool) -> None:
     arrays = {out.name: step.out.name for step in prepared.plan.steps for out in step.outs}
     names = [step.out.name for step in prepared.plan.steps]
     matching = [pattern] if pattern in names else [arrays[pattern]] if pattern in arrays else fnmatch.filter(names, pattern)
+    matching = matching or [name for name in names if re.fullmatch(rf"{re.escape(pattern)}\.\d", name)]  # in parts
     if not matching:
         prepared.explain(pattern)  # raises
     if as_json:
@@ -487,8 +488,8 @@ def _explanation(prepared: Prepared, tensor: str) -> dict[str, Any]:
     return {
         "tensor": tensor,
         "op": step.made_by,
-        "dtype": step.out.dtype.name,
-        "shape": list(step.out.shape),
+        "dtype": step.shown.dtype.name,
+        "shape": list(step.shown.shape),
         "encoding": step.encoding if plan.then is None else None,
         "stored": [
             {"name": out.name, "dtype": out.dtype.name, "shape": list(out.shape)} for out in step.outs if plan.then is None
@@ -515,7 +516,7 @@ def _inputs(step: Step) -> list[tuple[int, str]]:
 def _show_tensor(prepared: Prepared, tensor: str) -> None:
     plan, step, origins = prepared.plan, _step(prepared, tensor), prepared.explain(tensor)
     refs = [m.ref for m in plan.models]
-    result(f"{heading(printable(tensor))} {list(step.out.shape)} {step.out.dtype}, made by {step.made_by}")
+    result(f"{heading(printable(tensor))} {list(step.shown.shape)} {step.shown.dtype}, made by {step.made_by}")
     for line in _notes(plan, step):
         say(printable(line))
     result()

@@ -216,20 +216,32 @@ def _problems_of_a_plan() -> Iterator[None]:
 # ---- what is beside the weights
 
 
+def _in_files(prepared: Prepared, read: Read) -> tuple[Checkpoint, str] | None:
+    """The model and its tensor that is read, also as a copy in results that are computed on the way."""
+    from weightsmith._engine.computed import computed_source
+
+    source: tuple[Checkpoint, str] | None = (prepared.inputs[read.model], read.tensor) if read.model >= 0 else None
+    while source is not None and (computed := computed_source(source[0])) is not None:
+        source = computed.copy_of(source[1])
+    return source
+
+
 def _stored_as(prepared: Prepared, read: Read) -> StoredAs | None:
     """How the files of a model have a tensor; None: not so that it can be copied."""
-    verbatim = prepared.inputs[read.model].verbatim if read.model >= 0 else None
-    return None if verbatim is None else verbatim.stored_as(read.tensor)
+    source = _in_files(prepared, read)
+    return None if source is None or source[0].verbatim is None else source[0].verbatim.stored_as(source[1])
 
 
-def _undecoded(prepared: Prepared, model: int) -> int:
+def _undecoded(prepared: Prepared, read: Read) -> int:
     """The index of a model as its files have it, which the first call adds to the draft."""
-    source = prepared.inputs[model].verbatim
+    source = _in_files(prepared, read)
     assert source is not None
+    model = source[0]
+    assert model.verbatim is not None
     for number, other in enumerate(prepared.inputs):
-        if other.source is source.source:
+        if other.source is model.verbatim.source:
             return number
-    files = prepared.inputs[model].undecoded()
+    files = model.undecoded()
     prepared.inputs = (*prepared.inputs, files)
     prepared.draft.models.append(model_input(files))
     return len(prepared.inputs) - 1
@@ -591,8 +603,9 @@ def _decoded(prepared: Prepared, name: str) -> list[Finding]:
     draft = prepared.draft
     steps = [*draft.steps, *(step for product in draft.products for step in product.steps)]
     read = {read.model for step in steps for read in step.reads if read.model >= 0 and _is_decoded(prepared, read)}
+    which = "its weights are" if draft.then is None else "weights that get another type are"
     return [
-        Finding(f"it is quantised already ({model.decoded}): its weights are dequantised, then stored as {name}", model.ref)
+        Finding(f"it is quantised already ({model.decoded}): {which} dequantised, then stored as {name}", model.ref)
         for number, model in enumerate(prepared.inputs)
         if model.decoded and (number in read or draft.then is not None)
     ]

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -110,9 +110,12 @@ def apply_adapter(base: Checkpoint, adapter: Adapter, ref: str, names: Names = d
         what = f"{why}: the tokenizer is the one beside it: {', '.join(adapter_checkpoint.files)}"
         notes.append(Finding(what, ref))
     source = Adapted(base, adapter_checkpoint, match.origins(), ref)
-    return Checkpoint(
+    adapted = Checkpoint(
         ref, source, folder, metadata=base.metadata, notes=tuple(notes), untied=match.untied, decoded=base.decoded
     )
+    if base.verbatim is not None:
+        adapted.verbatim = replace(base.verbatim, stored_as=partial(source.stored_as, base.verbatim.stored_as))
+    return adapted
 
 
 def _with_tokenizer(base: Checkpoint, adapter: Checkpoint, folder: ModelFolder) -> ModelFolder:

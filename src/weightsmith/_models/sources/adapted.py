@@ -18,7 +18,7 @@ from weightsmith._base.files import Extent
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._files.hf_folder import natural_key
 from weightsmith.abc.adapter import AdapterKind, AdapterModule
-from weightsmith.abc.tensors import Tensors, check_range, digest, read, spec_of
+from weightsmith.abc.tensors import StoredAs, Tensors, check_range, digest, read, spec_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -131,6 +131,12 @@ class Adapted:
     @property
     def state(self) -> str:
         return digest([self.identity, self._base.state, self._adapter.state])
+
+    def stored_as(self, of_base: Callable[[str], StoredAs | None], name: str) -> StoredAs | None:
+        """How the base's files have a tensor; of one that the adapter changes, only in which types."""
+        origin = self._origin(name)
+        in_file = of_base(origin.base)
+        return in_file if in_file is None or origin == AdaptedTensor(origin.base) else replace(in_file, encoding="")
 
     def natural_dtype(self, name: str) -> DType:
         return self._base.natural_dtype(self._origin(name).base)

@@ -468,7 +468,7 @@ class Evaluator:
         source = next((model.ref for model in (plan.models[plan.donor], *plan.models) if model.plan is None), None)
         asked: dict[str, Asked] = {} if source is None else {source: source}
         if compared is not None:
-            source = source if len(plan.models) == 1 and source is not None else "before it was quantised"
+            source = source if len(plan.refs) == 1 and source is not None else "before it was quantised"
             asked = {source: compared}
         asked[RESULT] = folder
         return ResultEvaluation(evaluation(asked, source is not None, self.settings, self.running, self.progress))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import weightsmith
 from tests import llama_cpp, zoo
+from tests.cli_help import Cli
 from tests.gguf_help import stored
 from tests.llama_cpp import needs_llama_cpp
 from tests.models.formats.gguf.test_gguf_files import (
@@ -26,6 +29,7 @@ from tests.models.formats.gguf.test_gguf_files import (
 from tests.models.formats.gguf.test_nvfp4 import save
 from weightsmith._base.errors import PlanError
 from weightsmith._models.formats.gguf.header import read_gguf_header
+from weightsmith._models.formats.gguf.reading import Factors, GgufMovedTensors
 from weightsmith._planning.planner.reopen import reopen
 from weightsmith._plans import Plan, plan_from_json
 
@@ -170,7 +174,7 @@ def test_a_type_that_is_asked_for_wins(models: Path) -> None:
 
 
 def test_a_copy_of_plain_weights_is_refused(models: Path) -> None:
-    with pytest.raises(PlanError, match="none of the inputs is a GGUF file"):
+    with pytest.raises(PlanError, match="no tensor of the output comes from a GGUF file"):
         weightsmith.quantize("a", "out", "gguf-copy", progress=False)
     assert not Path("out").exists()
 
@@ -181,6 +185,8 @@ def test_weights_of_a_plain_model_in_a_stack_keep_their_dtype(models: Path) -> N
     assert of_layer(out, 1) == of_layer(a, 1)
     assert {tensor[0] for tensor in of_layer(out, 2).values()} == {"BF16", "F32"}
     assert not encoded(result.plan)
+    [warning] = [str(warning) for warning in result.warnings if "plain numbers" in str(warning)]
+    assert "14 of 38 tensors" in warning
 
 
 def test_a_plan_of_copies_runs_later_and_in_parts(models: Path) -> None:
@@ -228,3 +234,108 @@ def test_types_that_need_importances_are_copied_and_not_computed(models: Path) -
     recipe = {"models": [{"model": "ai"}, {"model": "bi"}], "merge_method": "linear", "parameters": {"weight": 0.5}}
     with pytest.raises(PlanError, match=r"garbage without importances[^>]*> Choose another type for it with --tensor-type"):
         weightsmith.plan(recipe, quantize="gguf-copy")
+
+
+def test_results_of_other_recipes_are_copies_of_their_inputs(models: Path) -> None:
+    recipe = """
+name: st
+slices:
+- sources: [{model: a.gguf, layer_range: [0, 3]}]
+- sources: [{model: b.gguf, layer_range: [2, 4]}]
+merge_method: passthrough
+dtype: float32
+---
+slices:
+- sources: [{model: st, layer_range: [1, 5]}]
+- sources: [{model: a.gguf, layer_range: [0, 1]}]
+merge_method: passthrough
+"""
+    result = weightsmith.merge(recipe, "out", quantize="gguf-copy", progress=False)
+    a, b, out = stored(Path("a.gguf")), stored(Path("b.gguf")), stored(Path("out/model.gguf"))
+    taken = [(a, 1), (a, 2), (b, 2), (b, 3), (a, 0)]
+    assert [of_layer(out, i) for i in range(5)] == [of_layer(tensors, layer) for tensors, layer in taken]
+    assert not encoded(result.plan)
+    weightsmith.run(weightsmith.plan(recipe, quantize="gguf-copy"), "again", progress=False)
+    assert stored(Path("again/model.gguf")) == out
+
+
+def test_an_adapter_leaves_what_it_does_not_change(models: Path) -> None:
+    (models / "lora").mkdir()
+    rng = np.random.default_rng(0)
+    factors = {
+        f"base_model.model.model.layers.{i}.self_attn.v_proj.lora_{part}.weight": rng.standard_normal(shape).astype(np.float32)
+        for i in range(4)
+        for part, shape in (("A", (2, 256)), ("B", (128, 2)))
+    }
+    save_file(factors, models / "lora/adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["v_proj"]}
+    (models / "lora/adapter_config.json").write_text(json.dumps(config))
+    result = weightsmith.quantize("a.gguf+lora", "out", "gguf-copy", progress=False)
+    a, out = stored(Path("a.gguf")), stored(Path("out/model.gguf"))
+    changed = {f"blk.{i}.attn_v.weight" for i in range(4)}
+    assert {name for name in out if out[name] != a[name]} == changed == set(encoded(result.plan))
+    assert {name: tensor[0] for name, tensor in out.items()} == {name: tensor[0] for name, tensor in a.items()}
+
+
+def test_a_part_with_factors_is_not_copied_without_them(tmp_path: Path, tokenizers: dict[str, Path]) -> None:
+    source = zoo.save("granite-moe", tmp_path / "m", 1, **OWN["granite-moe"])
+    (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
+    path = quantize(source, tmp_path / "q", "q8_0")
+    with weightsmith.open_checkpoint(path) as model:
+        assert isinstance(model.source, GgufMovedTensors)
+        whole = "model.layers.0.block_sparse_moe.input_linear.weight"
+        assert model.source.stored_as(whole).encoding.startswith("gguf-")
+        parts = model.source._blocks._stored
+        factors = Factors(path, 0, 1, "blk.0.ffn_up_exps.scale")
+        parts["blk.0.ffn_up_exps.weight"] = replace(parts["blk.0.ffn_up_exps.weight"], factors=factors)
+        place = model.source.stored_as(whole)
+        assert (place.encoding, [part.dtype.name for part in place.parts]) == ("", ["Q8_0", "Q8_0"])
+
+
+def test_the_distance_of_a_merge_counts_what_comes_from_the_base(models: Path) -> None:
+    slices = [{"sources": [{"model": "a.gguf", "layer_range": [0, 1]}]}]
+    slices.append({"sources": [{"model": name, "layer_range": [1, 4]} for name in ("a.gguf", "b.gguf")]})
+    recipe = {"slices": slices, "base_model": "a.gguf", "merge_method": "task_arithmetic", "parameters": {"weight": 1.0}}
+    distances = {}
+    for name in (None, "gguf-q4_k_m", "gguf-copy"):
+        result = weightsmith.merge(recipe, "out", quantize=name, progress=False, overwrite=True)
+        distances[name] = [moved.share for moved in result.distance]
+        card = Path("out/README.md").read_text()
+        assert ("copied from GGUF files do not count" in card) == (name == "gguf-copy")
+    assert distances["gguf-q4_k_m"] == pytest.approx(distances[None], rel=1e-3)
+    assert len(distances["gguf-copy"]) < len(distances[None])
+
+
+def test_importances_that_change_nothing_are_pointed_out(models: Path) -> None:
+    ones = {name: np.ones(shape[-1], np.float32) for name, (_, shape, _) in stored(Path("a.gguf")).items() if len(shape) > 1}
+    imatrix = imatrix_numbers(models / "ones.dat", ones)
+    result = weightsmith.quantize("a.gguf", "out", "gguf-q4_k_m", imatrix=str(imatrix), progress=False)
+    assert stored(Path("out/model.gguf")) == stored(Path("a.gguf"))
+    assert any("importances change nothing for them" in str(warning) for warning in result.warnings)
+
+
+def test_the_name_of_the_mixture_is_that_of_the_inputs(models: Path) -> None:
+    path = quantize("a", "s", "q4_k_s")
+    copy = quantize(path, "c", "copy")
+    assert [read_gguf_header(p).keys["general.file_type"] for p in (path, copy)] == [14, 14]
+    weightsmith.merge(stack(("s", 0, 2), ("a.gguf", 2, 4)), "out", quantize="gguf-copy", progress=False)
+    assert read_gguf_header(Path("out/model.gguf")).keys["general.file_type"] == 15
+
+
+def test_what_is_shown_of_a_copy(
+    models: Path, tokenizers: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Cli(monkeypatch, capsys)
+    for name in ("a.gguf", "ds"):
+        recipe = {"models": [{"model": name}], "merge_method": "passthrough"}
+        Path(f"{name.removesuffix('.gguf')}.yml").write_text(json.dumps(recipe))
+    weightsmith.quantize("a.gguf", "out", "gguf-copy", progress=False)
+    assert len(json.loads(Path("out/weightsmith.json").read_text())["inputs"]) == 1
+    shown = run("plan", "a.yml", "--quantize", "gguf-copy", "--explain", "model.layers.1.mlp.up_proj.weight")
+    assert shown.out.startswith("model.layers.1.mlp.up_proj.weight [96, 256] Q4_K, made by copy")
+    source = zoo.save("deepseek-v3", models / "m", 1, **OWN["deepseek-v3"])
+    (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
+    quantize(source, "ds", "q8_0")
+    shown = run("plan", "ds.yml", "--quantize", "gguf-copy", "--explain", "model.layers.1.self_attn.kv_b_proj.weight")
+    assert "kv_b_proj.weight.0 [" in shown.out
+    assert "kv_b_proj.weight.1 [" in shown.out

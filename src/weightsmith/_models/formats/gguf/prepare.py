@@ -21,7 +21,7 @@ from weightsmith._files.copied import is_read
 from weightsmith._models.formats.gguf.about import Stated, keys_of_files, read_metadata, said_generation
 from weightsmith._models.formats.gguf.architectures import architecture_of_config, find_architecture, text_config
 from weightsmith._models.formats.gguf.base.architecture import COMPUTED, NOT_ADDED, GgufArchitecture
-from weightsmith._models.formats.gguf.base.tensors import SplitTensor, is_decay, is_router, predicts, text_name
+from weightsmith._models.formats.gguf.base.tensors import SplitTensor, is_decay, is_norm, is_router, predicts, text_name
 from weightsmith._models.formats.gguf.base.values import Floats, GgufConfig
 from weightsmith._models.formats.gguf.base.vision import PROCESSOR
 from weightsmith._models.formats.gguf.cuts import CutEncoding, HeadOrder, Pieces, part_shape, pieces_of
@@ -263,7 +263,7 @@ def _prepare(
     stored = _with_files(stored, model, companions)
     types = _types(model, stored, _shape(model, stored, keys, weighted=bool(importances)))
     if model.mixture.name == COPIED.name:
-        keys |= _file_type(stored, types)
+        keys["general.file_type"] = _file_type(stored, types)
     complete, defaults = _complete(importances, stored)
     steps, problems = list[Step](), _unmatched(model, stored)
     for tensor, kinds in zip(stored, types, strict=True):
@@ -288,7 +288,8 @@ def _prepare(
     _keep_files(model, draft, companions, about)
     draft.warnings += [*_unused(importances, stored), *defaults, *_left_out(dropped, model.architecture), *warnings, *findings]
     draft.warnings += [*pooling.warnings, *(unstated(keys | about) if model.architecture.encodes else ())]
-    draft.warnings += [*_changed(steps, model.chosen), *_fallen_back(model, steps), *_encoded_again(model, steps)]
+    draft.warnings += [*_changed(steps, model.chosen), *_fallen_back(model, steps), *_unweighted(steps, importances)]
+    draft.warnings += [*_not_copied(model, stored, steps)]
     if differs := model.architecture.differs:
         draft.warnings.append(Finding(differs, "config.json", fix="compare its answers with those of the original model"))
 
@@ -386,7 +387,7 @@ def _types(model: _Model, stored: Sequence[_Stored], shape: Shape) -> list[list[
     from weightsmith._kernels.ggml import ENCODED
 
     if model.mixture.name == COPIED.name and not any(tensor.in_file for tensor in stored):
-        what = "none of the inputs is a GGUF file, whose types the output would have"
+        what = "no tensor of the output comes from a GGUF file, whose types it would have"
         raise Unsupported(what, fix=f"choose the types, such as {PREFIX}q4_k_m")
     types = [[_type(model, tensor, i, shape) for i in range(len(tensor.specs))] for tensor in stored]
     if model.mixture.name == _FACTORED:
@@ -418,22 +419,28 @@ def _type(model: _Model, stored: _Stored, part: int, shape: Shape) -> str:
         kind = stored.step.out.dtype.name
         if in_file is not None and len(in_file.parts) >= len(stored.specs):
             kind = in_file.parts[part].dtype.name
+            if _is_factored(stored, kind) and not model.architecture.factored:
+                kind = "Q8_0"  # without a factor, NVFP4 has few numbers
         mixture = replace(mixture, default=kind if kind in TYPES else "F32")
     kind = type_of(mixture, spec, shape, model.chosen)
     unmeasured = model.architecture.predicts(spec.name) or spec.name in model.architecture.unread(model.config)
-    weighted = unmeasured and _must_be_weighted(kind, mixture)
+    weighted = unmeasured and _must_be_weighted(kind, mixture) and mixture.name != COPIED.name
     return fitting("Q4_K", spec.shape[-1]) if weighted else kind
 
 
-def _file_type(stored: Sequence[_Stored], types: Sequence[Sequence[str]]) -> dict[str, Value]:
-    """The key of the mixture that comes nearest to the types of the matrices."""
+def _file_type(stored: Sequence[_Stored], types: Sequence[Sequence[str]]) -> Value:
+    """That of the inputs, if all say the same; else of the mixture that comes nearest to the types of the matrices."""
+    stated = {tensor.in_file.types for tensor in stored if tensor.in_file is not None}
+    numbers = [number for number in stated if type(number) is int and 0 <= number < 1 << 31]
+    if len(stated) == 1 and numbers and all(tensor.in_file is not None for tensor in stored):
+        return Value("u32", numbers[0])
     kinds = [
-        (spec, kind)
+        kind
         for tensor, kinds in zip(stored, types, strict=True)
         for spec, kind in zip(tensor.specs, kinds, strict=True)
+        if len(spec.shape) > 1
     ]
-    number = file_type(kind for spec, kind in kinds if len(spec.shape) > 1)
-    return {} if number is None else {"general.file_type": Value("u32", number)}
+    return Value("u32", file_type(kinds))
 
 
 def _names(stored: Iterable[_Stored]) -> list[str]:
@@ -495,16 +502,39 @@ def _fallen_back(model: _Model, steps: Sequence[Step]) -> list[Finding]:
     return findings
 
 
-def _encoded_again(model: _Model, steps: Sequence[Step]) -> list[Finding]:
-    """Tensors of blocks that are not copied, in a file whose types are those of the inputs."""
+def _unweighted(steps: Sequence[Step], importances: Importances) -> list[Finding]:
+    """The warning that importances change nothing for some tensors."""
+    blocks = [step.stored[0].name for step in steps if step.stored and step.stored[0].dtype.block > 1]
+    copies = [step.stored[0].name for step in steps if find_copied(step.encoding) is not None]
+    if not importances or not copies:
+        return []
+    what = f"{len(copies):,} of {count(len(blocks), 'tensor')} with blocks are copied: importances change nothing for them"
+    return [Finding(what, copies[0], fix="start from a model that is not quantised, if there is one")]
+
+
+def _not_copied(model: _Model, stored: Sequence[_Stored], steps: Sequence[Step]) -> list[Finding]:
+    """Matrices that are not copied, in a file whose types are those of the inputs."""
     if model.mixture.name != COPIED.name:
         return []
-    blocks = [step for step in steps if any(out.dtype.block > 1 for out in step.stored)]
-    encoded = [step for step in blocks if find_copied(step.encoding) is None]
-    if not encoded:
-        return []
-    what = f"{len(encoded):,} of {count(len(blocks), 'tensor')} with blocks are encoded: no input has them as the output does"
-    return [Finding(what, encoded[0].out.name, fix="use the output as it is: the others are copied")]
+    blocks = [step for step in steps if step.op != FILL and any(out.dtype.block > 1 for out in step.stored)]
+    encoded = [step.out.name for step in blocks if find_copied(step.encoding) is None]
+    plain = [tensor.step.out.name for tensor in stored if tensor.in_file is None and _is_matrix(tensor.specs[0])]
+    findings = []
+    if encoded:
+        what = (
+            f"{len(encoded):,} of {count(len(blocks), 'tensor')} with blocks are encoded: no input has them as the output does"
+        )
+        findings.append(Finding(what, encoded[0], fix="use the output as it is: the others are copied"))
+    if plain:
+        what = f"{len(plain):,} of {len(stored):,} tensors are plain numbers: they are not read from a GGUF file"
+        fix = f"use the output as it is, or choose their types with {named('tensor_types')}"
+        findings.append(Finding(what, plain[0], fix=fix))
+    return findings
+
+
+def _is_matrix(spec: TensorSpec) -> bool:
+    """Whether llama.cpp may store a tensor as blocks."""
+    return spec.name.endswith(".weight") and math.prod(spec.shape[:-1]) > 1 and not (is_norm(spec.name) or is_router(spec.name))
 
 
 def _left_out(dropped: Sequence[Dropped], architecture: GgufArchitecture) -> list[Finding]:
@@ -628,14 +658,15 @@ class _Stored:
 
 
 def _with_files(stored: Sequence[_Stored], model: _Model, companions: ModelFiles) -> list[_Stored]:
-    """The tensors with `in_file`: of the first tensor that a step reads, or of the one that an unread one is like."""
-    reads = {tensor.specs[0].name: next((read for read in tensor.step.reads if read.model >= 0), None) for tensor in stored}
-    unread, complete = model.architecture.unread(model.config), list[_Stored]()
+    """The tensors with `in_file`: of the first GGUF file that a step reads, or of the tensor that an unread one is like."""
+    places = dict[str, StoredAs]()
     for tensor in stored:
-        name = tensor.specs[0].name
-        read = reads.get(unread.get(name, name))
-        complete.append(tensor if read is None else replace(tensor, in_file=companions.stored_as(read)))
-    return complete
+        read_places = (companions.stored_as(read) for read in tensor.step.reads if read.model >= 0)
+        if (place := next((place for place in read_places if place is not None), None)) is not None:
+            places[tensor.specs[0].name] = place
+    unread = model.architecture.unread(model.config)
+    names = [(tensor, tensor.specs[0].name) for tensor in stored]
+    return [replace(tensor, in_file=places.get(unread.get(name, name))) for tensor, name in names]
 
 
 def _stored_as(steps: Sequence[Step], model: _Model) -> list[_Stored]:
@@ -753,7 +784,8 @@ def _encoded(
     names = [part.name for part in stored.specs]
     if encoding.maxima:
         names.append(f"{names[0].removesuffix('.weight')}.scale")
-    if copies := copied(stored.step, encoding, order, names, companions):
+    measured = any(leaf.base for leaf in stored.step.leaves) and model.mixture.name != COPIED.name
+    if not measured and (copies := copied(stored.step, encoding, order, names, companions)):
         return copies
     step = _in_order(stored.step, order, draft)
     tables, weighted = list[Floats](), -1

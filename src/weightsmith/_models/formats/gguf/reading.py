@@ -114,10 +114,15 @@ class StoredBlocks:
 class GgufTensors(FileTensors[StoredBlocks]):
     """The tensors of GGUF files."""
 
-    def __init__(self, stored: Mapping[str, StoredBlocks], files: Sequence[SourceFile], where: str, dtype: DType) -> None:
-        """dtype: of the model's weights, in which a merge writes them by default."""
+    def __init__(
+        self, stored: Mapping[str, StoredBlocks], files: Sequence[SourceFile], where: str, dtype: DType, types: object = None
+    ) -> None:
+        """
+        dtype  of the model's weights, in which a merge writes them by default
+        types  llama.cpp's number of the mixture of types, general.file_type
+        """
         super().__init__(stored, files, where)
-        self._dtype = dtype
+        self._dtype, self._types = dtype, types
         if any(tensor.stored.block > 1 for tensor in stored.values()):
             libgguf(where)
 
@@ -138,7 +143,7 @@ class GgufTensors(FileTensors[StoredBlocks]):
         parts = [StoredPart(tensor.name, tensor.stored, first)]
         if factors is not None:
             parts.append(StoredPart(factors.name, DTYPES["F32"], factors.first))
-        return StoredAs(encoding.name, tuple(parts))
+        return StoredAs(encoding.name, tuple(parts), types=self._types)
 
     def location(self, name: str) -> tuple[int, int] | None:
         tensor = self._find(name)
@@ -229,9 +234,12 @@ class GgufMovedTensors(DecodedTensors):
             return replace(self._blocks.stored_as(weight.stored[0]), order=weight.order)
         if not isinstance(weight, CutWeight):
             return None
-        dtypes = map(self._blocks.dtype_in_file, weight.stored)
-        encoding = CutEncoding(weight.height, tuple(zip(dtypes, weight.parts, strict=True)), weight.flat)
-        return StoredAs(encoding.name, tuple(self._blocks.stored_as(part).parts[0] for part in weight.stored))
+        places = [self._blocks.stored_as(part) for part in weight.stored]
+        dtypes = [place.parts[0].dtype for place in places]
+        encoding = CutEncoding(weight.height, tuple(zip(dtypes, weight.parts, strict=True)), weight.flat).name
+        if any(place.encoding != GgufEncoding(dtype).name for place, dtype in zip(places, dtypes, strict=True)):
+            encoding = ""  # a part has factors, which no encoding of several parts has
+        return replace(places[0], encoding=encoding, parts=tuple(place.parts[0] for place in places))
 
 
 def choose(names: Sequence[str], where: str) -> FolderWeights | None:
@@ -308,7 +316,7 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
         fix = "merge it with GGUF files alone, and apply no adapter of the original"
         notes = [*notes, Finding(what, where, fix=fix)]
     other_files |= {"config.json": json_bytes(config), **pooling_files(first.keys, architecture.name)}
-    whole = GgufTensors(stored, files, where, dtype)
+    whole = GgufTensors(stored, files, where, dtype, first.keys.get("general.file_type"))
     weights, padded = _moved(whole, architecture, GgufConfig(config), dtype, where)
     if architecture.in_keys:
         in_keys = architecture.numbers_of_keys(GgufValues(first.keys, where, DAMAGED), config["num_hidden_layers"])

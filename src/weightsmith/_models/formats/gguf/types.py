@@ -186,16 +186,20 @@ def type_of(mixture: Mixture, spec: TensorSpec, shape: Shape, chosen: Chosen = (
     return fitting(asked or ruled, spec.shape[-1])
 
 
-def file_type(types: Iterable[str]) -> int | None:
-    """llama.cpp's number of the mixture whose default most matrices have; None: there is none.
+_NOT_WRITTEN = {"IQ1_S": 24, "IQ1_M": 31, "TQ1_0": 36, "TQ2_0": 37}
+"""llama.cpp's numbers of mixtures that are read only."""
 
-    >>> file_type(["Q4_K", "Q6_K", "Q4_K"]), file_type(["IQ1_S"])
-    (15, None)
+
+def file_type(types: Iterable[str]) -> int:
+    """llama.cpp's number of the mixture whose default most matrices have.
+
+    >>> file_type(["Q4_K", "Q6_K", "Q4_K"]), file_type(["IQ1_S"]), file_type([])
+    (15, 24, 0)
     """
-    most = Counter(types).most_common(1)
-    alike = [mixture for mixture in MIXTURES if most and mixture.default == most[0][0]]
+    (most, _), *_ = Counter(types).most_common(1) or [("F32", 0)]
+    alike = [mixture for mixture in MIXTURES if mixture.default == most]
     best = [mixture for mixture in alike if mixture.name.endswith("_M")] or alike
-    return best[0].number if best else None
+    return best[0].number if best else _NOT_WRITTEN[most]
 
 
 def fitting(kind: str, cols: int) -> str:

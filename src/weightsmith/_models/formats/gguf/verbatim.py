@@ -108,21 +108,21 @@ def copied(step: Step, encoding: Encoding, order: object, names: Sequence[str], 
     if len(places) < len(leaves) or any((place.encoding, place.order) != (encoding.name, order) for place in places):
         return []
     return [
-        _copied(step, out, name, [(read.model, place.parts[i]) for read, place in zip(reads, places, strict=True)], companions)
+        _copied(step, out, name, [(read, place.parts[i]) for read, place in zip(reads, places, strict=True)], companions)
         for i, (out, name) in enumerate(zip(outs, names, strict=True))
     ]
 
 
-def _copied(step: Step, out: TensorSpec, name: str, parts: Sequence[tuple[int, StoredPart]], companions: ModelFiles) -> Step:
-    """The step that copies one stored tensor. parts: it, or those of the experts one after another, with their models."""
+def _copied(step: Step, out: TensorSpec, name: str, parts: Sequence[tuple[Read, StoredPart]], companions: ModelFiles) -> Step:
+    """The step that copies one stored tensor. parts: it, or those of the experts, with what would be read decoded."""
     spec = as_bytes(out)
     shape = spec.shape[1:] if step.pieces else spec.shape
     shape = shape or (1,)
     size = math.prod(shape)
     encoding = CopiedBlocks(out.dtype) if out.dtype.block > 1 else GgufEncoding(out.dtype)
     leaves = []
-    for leaf, (model, part) in zip(step.leaves, parts, strict=True):
-        read = Read(companions.undecoded(model), part.tensor, Block(part.first, 1, size, size))
+    for leaf, (decoded, part) in zip(step.leaves, parts, strict=True):
+        read = Read(companions.undecoded(decoded), part.tensor, Block(part.first, 1, size, size))
         leaves.append(
             Step(
                 TensorSpec(f"{leaf.out.name}{spec.name.removeprefix(step.out.name)}", spec.dtype, shape),
