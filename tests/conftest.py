@@ -8,6 +8,7 @@ import gc
 import os
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -82,16 +83,28 @@ def pytest_itemcollected(item: pytest.Item) -> None:
             item.add_marker("second")
 
 
+REPETITIONS = os.environ.get("WEIGHTSMITH_REPETITIONS", "0/1")
+"""Which cases that repeat behaviours the second ring runs: `2/3` is the last of three shares. The others become sweeps."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a slow test with many cases, the first ring has the first case and the last, unless `matrix` says which."""
     cases: dict[str, list[pytest.Item]] = {}
+    repetitions = list[pytest.Item]()
     for item in items:
-        if item.get_closest_marker("slow") is not None and item.get_closest_marker("matrix") is None:
+        if item.get_closest_marker("matrix") is not None:
+            repetitions += [item] if item.get_closest_marker("second") is not None else []
+        elif item.get_closest_marker("slow") is not None:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for between in (listed[1:-1] for listed in cases.values()):
         for item in between:
             item.add_marker("second")
+        repetitions += between
+    share, shares = map(int, REPETITIONS.split("/"))
+    for item in repetitions:
+        if zlib.crc32(item.nodeid.encode()) % shares != share:
+            item.add_marker("sweep")
 
 
 def njit_once(function: FunctionType, called_by_kernel: bool, digest: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -32,6 +33,13 @@ def test_d(): ...
 """
 
 
+@pytest.fixture(autouse=True)
+def of_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runs are not parts of this one."""
+    for variable in ("WEIGHTSMITH_REPETITIONS", "PYTEST_XDIST_WORKER"):
+        monkeypatch.delenv(variable, raising=False)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_last_line_names_what_was_not_run(tmp_path: Path, workers: int) -> None:
@@ -55,6 +63,37 @@ def test_the_last_line_of_the_first_ring_names_the_second(tmp_path: Path, ring: 
     )
     said = ran.stdout.splitlines()[-1] == "not run: the second ring (make test-all)"
     assert said == ring.startswith("not second"), ran.stdout
+
+
+def test_shares_of_repetitions_are_all_of_them_once(tmp_path: Path) -> None:
+    """A slow test has its first case and its last in the first ring; `matrix` says which others."""
+    (tmp_path / "test_x.py").write_text("""
+import pytest
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", range(9))
+def test_a(n): ...
+
+@pytest.mark.matrix("3", "4")
+@pytest.mark.parametrize("n", range(9))
+def test_b(n): ...
+
+def test_c(): ...
+""")
+
+    def run(ring: str, share: str = "0/1") -> list[str]:
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--collect-only", "-m", ring, "-p", "no:cacheprovider"]
+        command += ["-p", "tests.conftest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path), str(tmp_path)]
+        variables = {**os.environ, "WEIGHTSMITH_REPETITIONS": share}
+        ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=variables)
+        return [line.partition("::")[2] for line in ran.stdout.splitlines() if "::" in line]
+
+    assert run("not second and not sweep") == ["test_a[0]", "test_a[8]", "test_b[3]", "test_b[4]", "test_c"]
+    assert run("not second and not sweep", "1/3") == run("not second and not sweep")
+    shares = [run("second and not sweep", f"{k}/3") for k in range(3)]
+    assert all(0 < len(share) < 14 for share in shares)
+    assert sorted(name for share in shares for name in share) == sorted(run("second and not sweep"))
+    assert len(run("second and not sweep")) == 7 + 7
 
 
 def test_the_rings_are_those_of_the_makefile() -> None:

@@ -326,6 +326,16 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**DEEPSEEK, "num_hidden_layers": 3, "n_shared_experts": 2, "routed_scaling_factor": 2.5, "q_lora_rank": 16}
         | {"index_topk": 8, "index_head_dim": 64, "index_n_heads": 32, "indexer_types": ["full", "shared", "full"]},
     ),
+    "deepseek-v4": (
+        "DeepseekV4ForCausalLM",
+        "DeepseekV4Config",
+        {name: value for name, value in SIZES.items() if name not in ("intermediate_size", "num_key_value_heads")}
+        | {"num_hidden_layers": 4, "moe_intermediate_size": 32, "head_dim": 64, "partial_rotary_factor": 0.25}
+        | {"n_routed_experts": 8, "num_experts_per_tok": 2, "q_lora_rank": 16, "o_groups": 2, "o_lora_rank": 16}
+        | {"index_n_heads": 4, "index_head_dim": 64, "sliding_window": 16, "num_nextn_predict_layers": 0}
+        | {"layer_types": ["sliding_attention", *["compressed_sparse_attention", "heavily_compressed_attention"] * 2][:4]}
+        | {"mlp_layer_types": ["hash_moe", "moe", "moe", "moe"]},
+    ),
     "minimax-m3": (
         "MiniMaxM3VLForCausalLM",
         "MiniMaxM3VLTextConfig",
@@ -543,6 +553,8 @@ def save_as(
             for buffer_name, buffer in model.named_buffers():
                 if buffer_name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
                     buffer.copy_(torch.randn_like(buffer) * 0.1)
+                if buffer_name.endswith("tid2eid"):  # the experts of each token
+                    buffer.copy_(torch.randint(0, arguments["n_routed_experts"], buffer.shape))
         model.to(getattr(torch, dtype)).save_pretrained(kept)
 
     made_once(folder, __file__, (model_class, config_class, dict(arguments), seed, dtype), make)

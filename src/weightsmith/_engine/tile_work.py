@@ -424,7 +424,10 @@ class TileEncoder:
         for row in range(0, count, most):
             n = min(most, count - row)
             rows = buffers.rows(n * cols)
-            decode(numbers, spec.dtype.code, row * cols, rows.size, rows)
+            if spec.dtype.floating:
+                decode(numbers, spec.dtype.code, row * cols, rows.size, rows)
+            else:  # a table of small whole numbers
+                rows[:] = numbers.view(spec.dtype.numpy)[row * cols : row * cols + rows.size]
             runs = [span(i, top + row, n) for i in range(len(step.outs))]
             views = [out[a - start :][:size] for out, (start, _), (a, size) in zip(outs, spans, runs, strict=True)]
             encoding.encode(spec, rows.reshape(n, cols), top + row, views, about)

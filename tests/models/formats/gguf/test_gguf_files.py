@@ -269,6 +269,7 @@ FAMILIES = {
     "gemma3n": "GEMMA3N",
     "deepseek-v32": "",
     "minimax-m3": "",
+    "deepseek-v4": "",
 }
 """Their names in gguf-py; "": it does not know them yet."""
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
@@ -278,7 +279,7 @@ GEMMA3N_ROPE = {
 }
 GRANITE = {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
 IN_IMAGES = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe")
-WRITTEN_ONLY = {"glm4-moe-lite", "granite-4"}
+WRITTEN_ONLY = {"deepseek-v4", "glm4-moe-lite", "granite-4"}
 OWN: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 8},
     "gemma3-text": {"query_pre_attn_scalar": 8, "num_hidden_layers": 7, "sliding_window": 32},
@@ -1379,11 +1380,15 @@ EXPERTS = (
     *("dots1", "glm4-moe", "deepseek-v2", "deepseek-v3", "granite-moe-shared", "ernie4-5-moe", "lfm2-moe"),
     *("qwen3-next", "qwen3.5-moe", "gpt-oss", "gemma4", "gemma4-moe", "granite-hybrid", "granite-hybrid-moe"),
     *("nemotron-h", "nemotron-h-moe", "falcon-h1", "jamba", "kimi-linear", "mamba", "mamba2"),
-    *("llama4", "gemma3n", "deepseek-v32", "minimax-m3"),
+    *("llama4", "gemma3n", "deepseek-v32", "deepseek-v4", "minimax-m3", "solar-open", "hy-v3", "mellum", "cohere2-moe"),
+    *("granite-swa", "granite-moe-swa", "laguna", "mistral4"),
 )
 MIXERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 GRANITE_9 = {"layer_types": ["attention" if i in (2, 5, 6) else "mamba" for i in range(9)], "mamba_d_head": 128}
 NEMOTRON_9 = {"mamba_head_dim": 128, "head_dim": 64, "moe_shared_expert_intermediate_size": 256}
+WINDOWED_9 = {"layer_types": ["full_attention" if i % 4 == 0 else "sliding_attention" for i in range(9)]} | {
+    "layer_rope_theta": [1e4] * 9
+}
 WIDE_TOO: dict[str, dict[str, Any]] = {
     "nemotron-h": NEMOTRON_9 | {"layer_types": [MIXERS[letter] for letter in "M-*-MM-*-"]},
     "nemotron-h-moe": NEMOTRON_9 | {"layer_types": [MIXERS[letter] for letter in "MEMEM*EME"]},
@@ -1399,9 +1404,16 @@ WIDE_TOO: dict[str, dict[str, Any]] = {
     "gemma4": {"num_hidden_layers": 6, "vocab_size_per_layer_input": 262},
     "gemma4-moe": {"num_hidden_layers": 6},
     "phimoe": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "deepseek-v4": {"num_hidden_layers": 4, "q_lora_rank": 256, "o_lora_rank": 128},
     "deepseek-v32": {"kv_lora_rank": 256, "q_lora_rank": 256},
     "minimax-m3": {"shared_intermediate_size": 256, "mlp_layer_types": ["dense"] + ["sparse"] * 8}
     | {"layer_types": ["full_attention"] + ["minimax_m3_sparse"] * 8},
+    **dict.fromkeys(("granite-swa", "mellum"), WINDOWED_9),
+    "granite-moe-swa": WINDOWED_9 | {"shared_intermediate_size": 256},
+    "hy-v3": {"mlp_layer_types": ["dense"] + ["sparse"] * 8},
+    "cohere2-moe": WINDOWED_9 | {"mlp_layer_types": ["dense"] + ["sparse"] * 8, "prefix_dense_intermediate_size": 512},
+    "laguna": WINDOWED_9 | {"num_attention_heads_per_layer": [4] * 9, "shared_expert_intermediate_size": 256},
+    "mistral4": {"kv_lora_rank": 256, "q_lora_rank": 256},
     "gemma3n": {"num_hidden_layers": 22, "vocab_size_per_layer_input": 262},
     "glm-dsa": {"kv_lora_rank": 256, "q_lora_rank": 256, "indexer_types": ["full", "shared", "full"] * 3},
 }

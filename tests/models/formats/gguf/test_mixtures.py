@@ -99,6 +99,11 @@ def written(name: str, folder: Path, **changes: Any) -> Path:
         ("mimo2", {"sliding_window": None}, "sliding_window is missing"),
         (
             "mimo2",
+            {"layer_types": ["full_attention"] * 7},
+            "layers with sliding_attention is 'none', and llama.cpp takes 'some'",
+        ),
+        (
+            "mimo2",
             {"rope_parameters": {"full_attention": {**MIMO, "partial_rotary_factor": 0.25}, "sliding_attention": MIMO}},
             "partial_rotary_factor of sliding_attention is 0.5, and llama.cpp takes 0.25 for granted",
         ),
@@ -161,7 +166,7 @@ def written(name: str, folder: Path, **changes: Any) -> Path:
                 {"layer_types": ["full_attention"] * 5},
                 "layers with sliding_attention is 'none', and llama.cpp takes 'some'",
             )
-            for name in ("cohere2-moe", "granite-swa")
+            for name in ("cohere2-moe", "granite-swa", "exaone-moe")
         ),
         ("laguna", {"moe_router_logit_softcapping": 2.0}, "moe_router_logit_softcapping is 2.0, and llama.cpp takes 0.0"),
         ("laguna", {"moe_apply_router_weight_on_input": True}, "moe_apply_router_weight_on_input is True, and llama.cpp"),

@@ -146,7 +146,15 @@ def test_pieces_are_tensors_of_their_own() -> None:
 
 
 def test_names() -> None:
-    for name in ("gguf-q4_k", "gguf-f32+1", "gguf-iq4_xs/128", "gguf-f16*3", "gguf-bf16*2@2", "gguf-f32~0.1~2:1e-05,3:2.0"):
+    for name in (
+        "gguf-q4_k",
+        "gguf-f32+1",
+        "gguf-iq4_xs/128",
+        "gguf-f16*3",
+        "gguf-bf16*2@2",
+        "gguf-f32~0.1~2:1e-05,3:2.0",
+        "gguf-i32",
+    ):
         encoding = find(name)
         assert encoding is not None
         assert encoding.name == name
@@ -154,7 +162,9 @@ def test_names() -> None:
         "gguf-q9_k",
         "gguf-q4_k/0",
         "gguf-q4_k/1+2",
-        "gguf-i32",
+        "gguf-i64",
+        "gguf-i32+1",
+        "gguf-i32/2",
         "gguf-f64",
         "gguf-f16*1",
         "gguf-f16@2",
@@ -173,6 +183,7 @@ def test_names() -> None:
         ("gguf-q4_k", TensorSpec("w", BF16, ()), "its rows of 1 are not a multiple of 256"),
         ("gguf-q8_0/64", TensorSpec("w", BF16, (96, 32)), "its 96 rows are not whole heads of 64"),
         ("gguf-f32", TensorSpec("w", DTYPES["I64"], (4,)), "it is I64"),
+        ("gguf-i32", TensorSpec("w", BF16, (4, 2)), "it is BF16, not whole numbers"),
         ("gguf-f32*3", TensorSpec("w", BF16, (4, 2)), "its shape [4, 2] cannot be cut into 3 pieces along dimension 0"),
         (
             "gguf-f32*2@2",
@@ -272,7 +283,9 @@ def test_parts_are_what_their_name_says_and_come_back(
     for written, array in zip(data, expected, strict=True):
         assert np.array_equal(written.view(np.float32).reshape(array.shape), array)
     stored = StateDict({f"p{i}": view_of(f"p{i}", np.ascontiguousarray(array)) for i, array in enumerate(expected)}, "here")
-    weight = CutWeight(spec, tuple(stored.specs), DTYPES["F32"], encoding.height, tuple(pieces for _, pieces in encoding.parts))
+    weight = CutWeight(
+        spec, tuple(stored.specs), DTYPES["F32"], encoding.height, tuple(pieces for _, pieces in encoding.parts), encoding.flat
+    )
     for first, count in ((0, whole.size), (5, whole.size // 2), (whole.size - 3, 3)):
         values = np.empty(count, np.float32)
         weight.decode(stored, first, values)

@@ -49,7 +49,16 @@ from weightsmith._models.formats.gguf.types import (
     type_of,
 )
 from weightsmith._models.formats.gguf.verbatim import copied, find_copied
-from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PLAIN, PREFIX, TYPES, GgufEncoding, find, libgguf
+from weightsmith._models.formats.gguf.writing import (
+    NEEDS_IMPORTANCES,
+    PLAIN,
+    PREFIX,
+    STORED,
+    TYPES,
+    GgufEncoding,
+    find,
+    libgguf,
+)
 from weightsmith._models.structure.projections import joined_sets
 from weightsmith._plans import (
     CAST,
@@ -717,7 +726,7 @@ def _encoded(
 
     Raises FormatError, Unsupported.
     """
-    spec, dtypes = stored.specs[0], [TYPES[kind] for kind in kinds]
+    spec, dtypes = stored.specs[0], [STORED[kind] for kind in kinds]
     architecture, config = model.architecture, model.config
     order = architecture.order(spec.name, config)
     encoding: GgufEncoding | CutEncoding
@@ -749,7 +758,7 @@ def _encoded(
     step = _in_order(stored.step, order, draft)
     tables, weighted = list[Floats](), -1
     for part, kind in zip(stored.specs, kinds, strict=True):
-        values = _importances(importances, part, kind, model.mixture) if TYPES[kind].block > 1 else None
+        values = _importances(importances, part, kind, model.mixture) if STORED[kind].block > 1 else None
         matrices = part.shape[0] if len(part.shape) == 3 else 1
         tables.append(np.zeros(part.shape[-1] * matrices, np.float32) if values is None else values)
     if any(table.any() for table in tables):

@@ -79,8 +79,8 @@ _FALLBACK = {
 }
 """Where the rows are no multiple of 256, or of 64."""
 
-_CHOOSES = ".indexer.proj.weight"
-"""Which llama.cpp's converter stores as F32, because it decides what a token attends to; its quantiser does not."""
+_CHOOSES = re.compile(r"\.indexer\.proj\.weight$|hc_[a-z_]+\.weight$|_compressor_ape\.weight$")
+"""What llama.cpp's converter stores as F32; its quantiser does not. It decides what a token attends to, or mixes streams."""
 _PLAIN = (
     *(".ssm_conv1d.weight", ".ssm_conv1d_q.weight", ".ssm_conv1d_k.weight", ".ssm_conv1d_v.weight", ".shortconv.conv.weight"),
     *("position_embd.weight", "token_types.weight", ".altup_correct_coef.weight", ".altup_predict_coef.weight"),
@@ -88,6 +88,8 @@ _PLAIN = (
 )
 """Endings of the names of weights that llama.cpp leaves unquantised, besides vectors, norms and routers."""
 
+_TABLE = ".ffn_gate_tid2eid.weight"
+"""The experts of each token, in layers that choose them so."""
 _KEPT = re.compile(r"per_layer_model_proj|altup|laurel")
 """Matrices that llama.cpp leaves as they are, too: plain numbers in files of plain numbers, else F32."""
 
@@ -162,12 +164,14 @@ def type_of(mixture: Mixture, spec: TensorSpec, shape: Shape, chosen: Chosen = (
     chosen  from `read_types`
     """
     name = spec.name
+    if name.endswith(_TABLE):
+        return "I32"
     small = math.prod(spec.shape[:-1]) == 1 or not name.endswith(".weight")  # for ggml, a matrix of one row is a vector
     if small or is_norm(name) or is_router(name) or name.endswith(_PLAIN):  # they decide much
         return "F32"
     asked = next((kind for pattern, kind in reversed(chosen) if pattern.search(name)), "")
     if not asked and mixture.default in ("F32", "F16", "BF16"):
-        return "F32" if name.endswith(_CHOOSES) else mixture.default
+        return "F32" if _CHOOSES.search(name) else mixture.default
     if _KEPT.search(name):
         return "F32"
     several = len(spec.shape) == 3 and spec.shape[0] > 1

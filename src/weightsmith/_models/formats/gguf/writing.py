@@ -53,6 +53,8 @@ PREFIX = "gguf-"
 PLAIN = ("F32", "F16", "BF16")
 TYPES: dict[str, DType] = {name: DTYPES[name] for name in PLAIN} | dict(BLOCKS)
 """The types of tensors that are written, by ggml's name."""
+STORED = {**TYPES, "I32": DTYPES["I32"]}
+"""The same, and that of tables of whole numbers, for which no other can be chosen."""
 
 NEEDS_IMPORTANCES = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS"})
 """Types that cannot be encoded without them."""
@@ -162,6 +164,8 @@ class GgufEncoding(OneType):
 
     def refusal(self, spec: TensorSpec) -> str:
         """Accepts what has whole blocks in each row, and whole heads."""
+        if self.dtype.name == "I32":
+            return "" if spec.dtype.name in ("I64", "I32") else f"it is {spec.dtype}, not whole numbers"
         if not spec.dtype.floating or spec.dtype.itemsize < 2:
             return f"it is {spec.dtype}, not floating point of 16 bits or more"
         if not spec.size or len(spec.shape) - bool(self.axis) > MAX_DIMENSIONS:
@@ -316,6 +320,9 @@ def _plain(dtype: DType, values: npt.NDArray[np.float32], out: Bytes) -> None:
     """Numbers of any shape as plain ones of a dtype."""
     from weightsmith._kernels.codecs import encode
 
+    if not dtype.floating:
+        out.view(np.int32)[:] = values.reshape(-1)
+        return
     encode(np.ascontiguousarray(values).reshape(-1), values.size, dtype.code, 0, out)
 
 
@@ -340,8 +347,8 @@ def find(name: str) -> GgufEncoding | None:
     (1.0, 64, None)
     """
     match = _NAME.fullmatch(name)
-    dtype = None if match is None else TYPES.get(match[1].upper())
-    if match is None or dtype is None:
+    dtype = None if match is None else STORED.get(match[1].upper())
+    if match is None or dtype is None or (dtype.name not in TYPES and name != f"{PREFIX}{match[1]}"):
         return None
     shift, decays = 1.0 if match[3] == "+1" else 0.0, match[3] == "-exp"
     skipped, pieces, axis = int(match[4] or 0), int(match[5] or 1), int(match[6] or 0)

@@ -24,7 +24,7 @@ NAMES = (
     "llama", "mistral", "qwen_vl", "qwen", "qwen_next", "gemma", "phi", "deepseek", "glm", "gpt_oss", "granite", "olmo",
     "cohere", "smollm", "internvl", "lfm2", "ernie", "exaone", "nemotron", "starcoder", "stablelm", "hunyuan", "seed_oss",
     "dots1", "afmoe", "mimo", "dbrx", "arcee", "minimax", "gpt_neox", "bert", "modernbert", "nomic", "jina", "eurobert",
-    "apertus", "falcon", "jamba", "kimi", "mamba", "hy", "mellum", "laguna", "llama4", "gemma3n",
+    "apertus", "falcon", "jamba", "kimi", "mamba", "hy", "mellum", "laguna", "llama4", "gemma3n", "deepseek4",
 )  # fmt: skip
 """weightsmith's files. Those whose `fits` tells them from others with the same `model_type` are before these."""
 

@@ -12,6 +12,7 @@ from weightsmith._models.formats.gguf.base.architecture import (
     GgufFamily,
     GgufKey,
     Windows,
+    need_window,
 )
 from weightsmith._models.formats.gguf.base.tensors import (
     ATTENTION,
@@ -74,7 +75,7 @@ class ExaoneMoe(GgufArchitecture):
 
     def check(self, config: GgufConfig) -> None:
         super().check(config)
-        config.count("sliding_window")  # without one, transformers has RoPE in all layers, and llama.cpp in none
+        need_window(config)  # without one, transformers has RoPE in all layers, and llama.cpp in none
 
 
 FAMILY = GgufFamily((Exaone4(), ExaoneMoe()))

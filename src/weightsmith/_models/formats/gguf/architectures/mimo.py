@@ -16,6 +16,7 @@ from weightsmith._models.formats.gguf.base.architecture import (
     GgufArchitecture,
     GgufFamily,
     Windows,
+    need_window,
 )
 from weightsmith._models.formats.gguf.base.rope import USE_ORIGINAL, share_turned
 from weightsmith._models.formats.gguf.base.tensors import ATTENTION, EXPERTS, MLP, MLP_NORM, ROUTER, ROUTER_BIAS, WINDOWS
@@ -73,7 +74,7 @@ class MimoV2(GgufArchitecture):
 
     def check(self, config: GgufConfig) -> None:
         super().check(config)
-        config.count("sliding_window")
+        need_window(config)
         for local, name in _SAME.items():
             config.need(local, config.get(local, config.get(name)), config.get(name))
         heads = config.count("num_key_value_heads")
