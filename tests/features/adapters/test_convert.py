@@ -544,6 +544,50 @@ def test_peft_loads_an_adapter_of_mlx_by_the_names_of_the_base(name: str, models
 
 
 @pytest.mark.long
+@pytest.mark.loading
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "modules"),
+    [
+        ("gpt-neox", ["gpt_neox.layers.0.attention.dense", "embed_out"]),
+        ("mixtral", [f"model.layers.1.block_sparse_moe.experts.{e}.{w}" for e in range(4) for w in ("w1", "w2", "w3")]),
+        ("lfm2-moe", ["model.layers.0.feed_forward.w1", "model.layers.1.self_attn.q_proj"]),
+        ("lfm2-moe", [f"model.layers.1.feed_forward.experts.{e}.w2" for e in range(4)]),
+    ],
+    ids=["head", "experts", "dense", "unknown experts"],
+)
+def test_peft_applies_all_of_an_adapter_of_mlx_or_it_is_refused(
+    name: str, modules: list[str], models: Any, tmp_path: Path
+) -> None:
+    """transformers calls GPT-NeoX's head `lm_head`. PEFT knows single experts of Mixtral, and none of LFM2-MoE."""
+    peft = pytest.importorskip("peft")
+    model, tensors = models(name), dict[str, np.ndarray]()
+    shapes = {tensor: values.shape for tensor, values in load_file(model / "model.safetensors").items()}
+    for seed, module in enumerate(modules):
+        rows, cols = shapes[f"{module}.weight"]
+        tensors[f"{P}{module}.lora_A.weight"] = normal(RANK, cols, seed=seed)
+        tensors[f"{P}{module}.lora_B.weight"] = normal(rows, RANK, seed=seed + 99)
+    folder = peft_folder(tmp_path / "a", tensors, target_modules=modules, base_model_name_or_path=str(model))
+    of_mlx = converted(folder, tmp_path / "mlx", "mlx")
+    if name == "lfm2-moe" and "experts" in modules[0]:
+        problem = refusal(of_mlx, "peft")
+        assert "PEFT would ignore factors of single experts" in str(problem)
+        assert problem.finding.fix.startswith("Make factors of the whole: weightsmith extract-lora")
+        return
+    back = converted(of_mlx, tmp_path / "back", "peft")
+    weightsmith.merge(
+        {"merge_method": "passthrough", "models": [{"model": f"{model}+{folder}"}]}, tmp_path / "baked", progress=False
+    )
+    tokens = np.random.default_rng(0).integers(0, 256, 24).tolist()
+    with_adapter = peft.PeftModel.from_pretrained(zoo.load(name, model)[0], back)
+    plain, applied, expected = (
+        logits_of(loaded.float().eval(), tokens)
+        for loaded in (zoo.load(name, model)[0], with_adapter, zoo.load(name, tmp_path / "baked")[0])
+    )
+    assert np.abs(applied - expected).max() < 1e-3 * np.abs(plain - expected).max()
+
+
 @pytest.mark.matrix("False")
 @pytest.mark.loading
 @pytest.mark.parametrize("known", [True, False])

@@ -263,6 +263,7 @@ def test_what_differs_and_has_no_place_is_an_error(tmp_path: Path, monkeypatch: 
             "names": known,
             "tied": [],
             "redirected": [],
+            "experts": [],
             "refused": [],
             "rows": [],
             "peft": True,

@@ -49,6 +49,7 @@ class BuiltModel:
     refused: frozenset[str]
     rows: frozenset[str]
     unknown: str = ""
+    experts: frozenset[str] = frozenset()
 
     @classmethod
     def of_names(cls, kinds: Mapping[str, str], tensors: Mapping[str, tuple[int, ...]]) -> BuiltModel:
@@ -137,6 +138,7 @@ def built_of(base: Checkpoint, began: Began = lambda _process: None) -> BuiltMod
         frozenset(answer["redirected"]),
         frozenset(answer["refused"]),
         frozenset(answer["rows"]),
+        experts=frozenset(answer["experts"]),
     )
 
 

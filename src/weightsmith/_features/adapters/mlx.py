@@ -219,11 +219,18 @@ def in_transformers_names(adapter: Adapter, base: Checkpoint, places: Mapping[st
 
     places: module → tensor of the base. Matrices that transformers fuses get the names that the base has on disk,
     and so do all where transformers is missing or does not know the model: a warning says so.
+
+    Raises Unsupported for experts of a model in which PEFT finds none of these names.
     """
-    built, updates = built_of(base), dict[str, Factors]()
+    built, updates, where = built_of(base), dict[str, Factors](), adapter.checkpoint.ref
     for module, factors in adapter.updates.items():
         stored = places.get(module, f"{module}{WEIGHT}")
         key = built.key(stored)
+        if built.fused(key) and stored.removesuffix(WEIGHT).rpartition(".")[2] not in built.experts:
+            what = f"PEFT would ignore factors of single experts, which transformers joins in {key}: {module}"
+            raise Unsupported(
+                what, where=where, fix=f"make factors of the whole: weightsmith extract-lora BASE+{where} BASE OUT"
+            )
         name = key if key.endswith(WEIGHT) and key not in built.operations else stored
         updates[name.removesuffix(WEIGHT)] = factors
     if built.unknown:

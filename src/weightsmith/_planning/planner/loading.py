@@ -272,7 +272,7 @@ def ask_script(question: str, began: Began) -> dict[str, Any]:
     return answer
 
 
-_KEYS = frozenset({"modules", "tensors", "names", "tied", "redirected", "refused", "rows", "peft"})
+_KEYS = frozenset({"modules", "tensors", "names", "tied", "redirected", "refused", "experts", "rows", "peft"})
 
 
 def describe(model: Checkpoint, began: Began = lambda _process: None) -> dict[str, Any]:

@@ -126,8 +126,9 @@ def describe(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     tied     groups of tensors that are one
     redirected  last components of names of modules that PEFT takes for those of experts: they can only be `target_parameters`
     refused  last components of names of modules that PEFT gives no factors in this model
+    experts  last components of names of single experts' matrices in the checkpoint that PEFT takes for those of parameters
     rows     modules of experts whose rows are inputs
-    peft     whether PEFT is installed: `redirected` and `refused` are not known without it
+    peft     whether PEFT is installed: `redirected`, `refused` and `experts` are not known without it
 
     Where config.json names no class, it is the one of `_MAPPINGS` that has most of the checkpoint's tensors, under their names.
     """
@@ -168,15 +169,17 @@ def _description(loaded: Any, model_class: Any, names: Sequence[str]) -> dict[st
     model = build(model_class)
     modules = dict(_modules(model))
     state = {key: list(tensor.shape) for key, tensor in model.state_dict().items()}
+    loaded_names = _names(model, names)
     return {
         "modules": modules,
         "tensors": state,
-        "names": _names(model, names),
+        "names": loaded_names,
         "tied": _tied(model),
         "redirected": (redirected := sorted(_redirected(model, lasts := _lasts(modules)))),
         "refused": sorted(
             _refused(partial(build, model_class), [name for last, name in lasts.items() if last not in redirected])
         ),
+        "experts": sorted(_redirected(model, _lasts_of_experts(loaded_names))),
         "peft": find_spec("peft") is not None,
         "rows": [key for key, module in model.named_modules() if getattr(module, "is_transposed", False)],
     }
@@ -262,6 +265,12 @@ def _lasts(modules: Mapping[str, str]) -> dict[str, str]:
         if kind in ("linear", "transposed") and name:
             lasts.setdefault(name.rpartition(".")[2], name)
     return lasts
+
+
+def _lasts_of_experts(names: Mapping[str, Sequence[Any]]) -> dict[str, str]:
+    """The same of the matrices of experts that the model has in parameters. names: as of `describe`."""
+    stored = [name.removesuffix(".weight") for name, (_, operations) in names.items() if operations and ".experts." in name]
+    return {name.rpartition(".")[2]: name for name in reversed(stored)}
 
 
 def _redirected(model: Any, lasts: Mapping[str, str]) -> Iterator[str]:
