@@ -29,7 +29,7 @@ FAMILIES = {
     **dict.fromkeys(("qwen3.5", "qwen3.5-moe"), "mtp_num_hidden_layers"),
 }
 """config.json's number of layers that predict."""
-NUMBERED = ("glm4-moe", "glm4-moe-lite", "glm-dsa", "hy-v3", "cohere2-moe")
+NUMBERED = ("glm4-moe", "glm4-moe-lite", "glm-dsa", "deepseek-v32", "hy-v3", "cohere2-moe")
 """Those whose layers that predict are numbered on; the others have a stack of them."""
 LIKE = {"exaone-moe": 0}
 """Of those whose layers that predict have no experts: a layer without."""
