@@ -56,11 +56,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 TRANSPOSED = ("qwen3-vl-moe",)
 """Models whose published files have the matrices of experts transposed. transformers 5 saves them as it uses them."""
 
-UNCONVERTED = {
-    "hy-v3": "MODEL_ARCH.HY_V3",
-    **dict.fromkeys(("granite-swa", "granite-moe-swa"), "is not supported"),
-}
-"""Models that the released converter does not know, and a part of what it says."""
+UNKNOWN = ("is not supported", "MODEL_ARCH.")
+"""Parts of what the converter says of models that it does not know, or the released gguf."""
+UNCONVERTED = {"deepseek-v4": "num_hash_layers"}
+"""Others that it refuses, and a part of what it says: it reads more settings that transformers 5 writes otherwise."""
 
 _LONGEST = (64, 1048576)
 DIFFERENCES: dict[str, dict[str, tuple[Any, Any]]] = {
@@ -188,7 +187,9 @@ def test_llama_cpps_converter_writes_the_same_tensors_and_keys(tmp_path: Path) -
         for_converter(name, source)
     said = convert([(tmp_path / "models" / name, theirs[name]) for name in ours])
     refused = {name: why for name, why in zip(ours, said, strict=True) if why}
-    assert {name: why for name, why in refused.items() if UNCONVERTED.get(name, "not expected") not in why} == {}
+    expected = {name: (*UNKNOWN, *filter(None, [UNCONVERTED.get(name)])) for name in refused}
+    assert {name: why for name, why in refused.items() if not any(part in why for part in expected[name])} == {}
+    assert 4 * len(refused) < len(said)
     keys, tensors = dict[str, Any](), dict[str, list[str]]()
     for name in ours.keys() - refused.keys():
         if (different := unlike(keys_of(ours[name]), keys_of(theirs[name]))) != DIFFERENCES.get(name, {}):
