@@ -115,10 +115,26 @@ def test_models_recipes_and_stored_codes_have_the_numbers_of_transformers(
     assert shown.rstrip().endswith(page.summary[-1])
 
 
-@pytest.mark.matrix("nemotron-h", "deepseek-v3")
+@pytest.mark.matrix("nemotron-h", "deepseek-v3", "exaone-moe")
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["nemotron-h", "nemotron-h-moe", "deepseek-v3", "glm4-moe", "dots1", "minimax-m2", "lfm2-moe", "mamba2"]
+    "name",
+    [
+        "nemotron-h",
+        "nemotron-h-moe",
+        "deepseek-v3",
+        "glm4-moe",
+        "dots1",
+        "minimax-m2",
+        "lfm2-moe",
+        "mamba2",
+        "exaone-moe",
+        "ernie4-5-moe",
+        "afmoe",
+        "solar-open",
+        "deepseek-v32",
+        "minimax-m3",
+    ],
 )
 def test_hybrids_and_biases_of_routers_have_the_numbers_of_transformers(name: str, tmp_path: Path) -> None:
     """transformers keeps these biases as buffers. They are large here, so that others choose other experts."""

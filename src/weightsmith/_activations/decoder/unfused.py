@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from weightsmith._models.structure.projections import FUSED, MIXTRAL
 
+_ROUTER_BIAS = "e_score_correction_bias"
+
 
 class Expert(nn.Module):  # type: ignore[misc,unused-ignore]  # torch has no types for it
     """One gated MLP."""
@@ -128,12 +130,17 @@ def stored_name(name: str, prefix: str, stored: Collection[str]) -> str:
     'block_sparse_moe.experts.3.w3.weight'
     >>> stored_name("feed_forward.experts.3.up_proj.weight", "l.", {"l.feed_forward.experts.3.w3.weight"})
     'feed_forward.experts.3.w3.weight'
+    >>> stored_name("mlp.gate.e_score_correction_bias", "l.", {"l.mlp.e_score_correction_bias"})
+    'mlp.e_score_correction_bias'
     """
     parts = name.split(".")
     if len(parts) > 2 and parts[-3] in FUSED and parts[-2] in FUSED[parts[-3]]:
         del parts[-3]
     plain = ".".join(parts)
     if prefix + plain not in stored:
+        beside = ".".join(part for part in parts if part != "gate")  # biases of routers: K-EXAONE, ERNIE
+        if parts[-1] == _ROUTER_BIAS and prefix + beside in stored:
+            return beside
         renamed = [MIXTRAL.get(part, part) for part in parts[1:]]
         for first in (parts[0], "block_sparse_moe") if parts[0] == "mlp" else (parts[0],):
             if prefix + (mixtral := ".".join([first, *renamed])) in stored:

@@ -121,8 +121,8 @@ def take_scaling(values: GgufValues, config: Mapping[str, Any], factors: Mapping
 def share_turned(turned: int, width: int) -> float:
     """`partial_rotary_factor` of heads of this width, of which RoPE turns so many numbers.
 
-    >>> int(share_turned(39, 56) * 56), int(39 / 56 * 56)
-    (39, 38)
+    >>> int(share_turned(15, 22) * 22), int(15 / 22 * 22)
+    (15, 14)
     """
     share = turned / width
     return share if int(share * width) == turned else math.nextafter(share, 1)
