@@ -256,7 +256,7 @@ def test_the_plan_counts_and_writes_nothing(work: Path, cli: Cli) -> None:
     assert [stage["name"] for stage in printed["stages"]] == ["references", "strengths", "statistics", "candidates"]
     shown = cli(*command[:6]).out
     assert "Nothing was written." in shown
-    assert re.search(r"^memory +about \d+ MB$", shown, re.MULTILINE)
+    assert re.search(r"^memory +about [\d.]+ [MG]B$", shown, re.MULTILINE)
     assert re.search(r"^disk +at most [\d.]+ MB in addition to the output$", shown, re.MULTILINE)
     assert re.search(
         r"^disk needed +\d+ kB with the output; with less than the maximum, parts are recomputed$", shown, re.MULTILINE
