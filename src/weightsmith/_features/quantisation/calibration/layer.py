@@ -471,8 +471,10 @@ def dequantised_weights(context: ProductContext, weights: Mapping[str, str], qua
 
     specs = {step.out.name: step.out for step in context.product.steps}
     arrays = context.arrays(quantised_by)
-    expected = [(out.dtype.itemsize, out.shape) for outs in stored_of(weights, specs).values() for out in outs]
-    if [(array.dtype.itemsize, array.shape) for array in arrays] != expected:
+    expected = [(out.dtype.itemsize, out.shape or (1,)) for outs in stored_of(weights, specs).values() for out in outs]
+    if [
+        (array.dtype.itemsize, array.shape or (1,)) for array in arrays
+    ] != expected:  # a number of another process has one axis
         what = f"the arrays of product {quantised_by} are not those of the weights that its settings name"
         raise FormatError(what, where=f"product {context.product.name}", fix="make the plan again")
     dequantised = {}
