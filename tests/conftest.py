@@ -89,7 +89,7 @@ REPETITIONS = os.environ.get("WEIGHTSMITH_REPETITIONS", "0/1")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a slow test with many cases, the first ring has the first case and the last, unless `matrix` says which."""
+    """Keep only the first and last case of a slow test in the first ring, unless `matrix` names the cases."""
     cases: dict[str, list[pytest.Item]] = {}
     repetitions = list[pytest.Item]()
     for item in items:

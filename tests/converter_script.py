@@ -1,7 +1,7 @@
 """Runs llama.cpp's converter on models, all in one process: importing it takes longer than a tiny model.
 
 Standard input is JSON: a list of [model, file to write]. The answer on standard output is JSON, too: for each, "" or why it
-was not converted. The converter knows the tokenizers of the tests by no hash, so it is told that they are GPT-2's.
+was not converted. The converter does not know the hashes of the tests' tokenizers, so it is told that they are GPT-2's.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def main() -> None:
     find = converter.get_model_class
 
     def model_class(*args: Any, **options: Any) -> Any:
-        found = find(*args, **options)
-        found.set_vocab = TextModel._set_vocab_gpt2
-        found.no_mtp, found._n_nextn = True, 0  # the models have no layers that predict
-        return found
+        model = find(*args, **options)
+        model.set_vocab = TextModel._set_vocab_gpt2
+        model.no_mtp, model._n_nextn = True, 0  # the models have no layers that predict
+        return model
 
     load = ModelBase.load_hparams
 

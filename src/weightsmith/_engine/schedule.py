@@ -142,6 +142,7 @@ class ActiveStep:
     unfinished  number of leaves that are not finished
     differing, nonfinite   see `abc.output.Finished`
     gathered  its numbers so far, if its encoding needs all of them at once
+    encoded   whether its numbers are stored as codes, which are computed
     """
 
     def __init__(self, step: Step) -> None:
@@ -151,11 +152,7 @@ class ActiveStep:
         self.unfinished = 0
         self.differing = self.nonfinite = False
         self.gathered: Gathered | None = None
-
-    @property
-    def encoded(self) -> bool:
-        """Whether its numbers are stored as codes, which are computed."""
-        return self.step.encoding != PLAIN and not find_encoding(self.step.encoding).verbatim
+        self.encoded = step.encoding != PLAIN and not find_encoding(step.encoding).verbatim
 
     @property
     def distance(self) -> tuple[float, float] | None:

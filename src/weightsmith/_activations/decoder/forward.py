@@ -339,9 +339,9 @@ class Decoder:
     @contextmanager
     def final_norm(self, source: WeightSource, device: str = "cpu") -> Iterator[Any]:
         """The norm after the last layer, whose output enters the head: a module, with its weights."""
-        found = next(name for name in _LAST_NORMS if hasattr(self._body, name))
-        norm = self._body.get_submodule(found)
-        names = {name: self._name(f"{found}.{name}") for name, _ in norm.named_parameters()}
+        norm_name = next(name for name in _LAST_NORMS if hasattr(self._body, name))
+        norm = self._body.get_submodule(norm_name)
+        names = {name: self._name(f"{norm_name}.{name}") for name, _ in norm.named_parameters()}
         with _loaded(norm, names, _Memory(source, device)):
             yield norm
 

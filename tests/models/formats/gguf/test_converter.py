@@ -178,7 +178,7 @@ def for_converter(name: str, folder: Path) -> Path:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(not (CONVERTER / "convert_hf_to_gguf.py").exists(), reason="needs llama.cpp's converter")
 def test_llama_cpps_converter_writes_the_same_tensors_and_keys(tmp_path: Path) -> None:
-    """Of every family, in one test: the converter is imported once, which takes longer than ten models."""
+    """One test for all families, because importing the converter takes longer than converting ten models."""
     ours, theirs = {}, {}
     for name in sorted(FAMILIES):
         source = of_model(name, tmp_path / "models" / name)

@@ -43,8 +43,8 @@ def published(source: Path) -> None:
     with weightsmith.open_checkpoint(source) as checkpoint:
         tensors = {name.replace("model.", "model.language_model.", 1): checkpoint.read(name) for name in checkpoint.specs}
     for i in (20, 21):
-        own = {name: values for name, values in tensors.items() if ".layers.0.self_attn." in name}
-        copies = {name.replace(".layers.0.", f".layers.{i}."): values for name, values in own.items()}
+        attention = {name: values for name, values in tensors.items() if ".layers.0.self_attn." in name}
+        copies = {name.replace(".layers.0.", f".layers.{i}."): values for name, values in attention.items()}
         tensors = copies | tensors
     tensors["model.vision_tower.timm_model.conv_stem.conv.weight"] = np.zeros((4, 3, 3, 3), np.float32)
     tensors["model.audio_tower.conformer.0.norm.weight"] = np.zeros(4, np.float32)

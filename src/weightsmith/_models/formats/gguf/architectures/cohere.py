@@ -126,7 +126,7 @@ class Cohere2Moe(GgufArchitecture):
             keys.f32(_RMS, config.number("rms_norm_eps"))
 
     def values(self, keys: Mapping[str, Any], where: str) -> GgufValues:
-        """Of a file with RMS norms, which may lack the number of layer norms."""
+        """As the base class; a file with RMS norms may lack the epsilon of layer norms."""
         rms = keys.get(f"{self.name}.{_RMS}")
         return super().values(keys if rms is None else {f"{self.name}.{self.eps[0]}": rms, **keys}, where)
 

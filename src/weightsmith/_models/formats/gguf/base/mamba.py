@@ -39,7 +39,7 @@ MAMBA_1_SHAPES: Mapping[str, TensorShape] = {
     "ssm_dt": (product_of(INNER), product_of(RANK)),
     "ssm_out": (WIDTH, product_of(INNER)),
 }
-"""Of the first Mamba."""
+"""Shapes of the tensors of Mamba 1."""
 
 
 def mamba_1_layer(module: str) -> dict[str, str]:
