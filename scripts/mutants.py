@@ -136,7 +136,6 @@ BESIDE = {
     "_models/formats/autoround.py": ["models/formats/test_scaled.py", "models/formats/test_quantised.py"],
     "_models/formats/scaled.py": ["models/formats/compressed_tensors", "models/formats/fp8"],
     "_models/formats/quark.py": ["models/formats/test_quark.py", "models/formats/test_scaled.py"],
-    "_models/formats/words.py": ["models/formats/compressed_tensors/test_packed.py"],
     "_models/formats/exl2": ["features/quantisation/test_exl2_format.py", "features/quantisation/test_exl2_matrix.py"],
     "_models/formats/gguf": ["models/formats/gguf/test_gguf_files.py", "features/quantisation/test_importances.py"],
     "_models/structure/projections.py": ["models/structure/test_fused.py", "models/formats"],

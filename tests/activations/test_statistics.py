@@ -19,9 +19,9 @@ from safetensors.numpy import load_file
 import weightsmith
 from tests.calibration_help import CONFIGS, captured, changed, rows_for, save_model, settings
 from tests.plan_help import prepare
-from weightsmith._activations import gradients, states
+from weightsmith._activations import gradients, states, statistics
 from weightsmith._activations.model import array_name, input_of, result_of, statistic_products, text_for
-from weightsmith._activations.statistics import STATISTICS, fisher, gram
+from weightsmith._activations.statistics import GRAM, STATISTICS, TILE
 from weightsmith._base.errors import CheckpointError, PlanError, UnknownName
 from weightsmith._base.installation import install
 from weightsmith._engine.products import find_kind
@@ -40,8 +40,8 @@ KINDS = tuple(STATISTICS.builtin)
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of the tiny models have several tiles too."""
-    for module in (gram, fisher):
-        monkeypatch.setattr(module, "STATISTIC", replace(module.STATISTIC, tile=40))
+    for name in ("GRAM", "FISHER"):
+        monkeypatch.setattr(statistics, name, replace(getattr(statistics, name), tile=40))
 
 
 def models_of(folder: Path, name: str = "llama") -> dict[str, Any]:
@@ -279,9 +279,9 @@ def test_what_is_made_with_a_statistic_is_as_if_computed_alone(
 def test_a_gram_matrix_is_symmetric_whatever_is_above_its_diagonal() -> None:
     x = torch.randn(30, 1200, generator=torch.Generator().manual_seed(0))
     total = torch.full((1200, 1200), 7.0).triu(1)
-    for first in range(0, 1200, gram.TILE):
-        gram.STATISTIC.add(total, slice(first, min(first + gram.TILE, 1200)), x)
-    torch.testing.assert_close(gram.STATISTIC.finish(total, 30, 30), x.T @ x)
+    for first in range(0, 1200, TILE):
+        GRAM.add(total, slice(first, min(first + TILE, 1200)), x)
+    torch.testing.assert_close(GRAM.finish(total, 30, 30), x.T @ x)
 
 
 @pytest.mark.slow

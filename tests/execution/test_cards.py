@@ -20,7 +20,7 @@ from weightsmith import _methods as methods
 from weightsmith._execution import cards
 from weightsmith._execution.cards import cite, entries, model_card
 from weightsmith._files.containers import GGUF, GGUF_ADAPTER, MLX_ADAPTER
-from weightsmith._models.card import read_card
+from weightsmith._files.hf_folder import read_card
 
 CONFIG = {"model_type": "llama", "num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}
 RECIPE: dict[str, Any] = {

@@ -5,7 +5,7 @@
 
 `model.py` makes the products of a plan: `TextRun` one by one, `statistic_products` those of a request. `rows.py` cuts a text
 into rows of tokens; `states.py`, `gradients.py` and `statistic.py` have the kinds of products, with one layer in memory at a
-time; `statistics/` has a file for each statistic; `decoder/` is the forward pass. States and gradients are transient: few of
+time; `statistics.py` has the statistics themselves; `decoder/` is the forward pass. States and gradients are transient: few of
 them exist at a time. `losses.py` makes the products of an evaluation: rows of a text or of conversations (`scored_rows.py`)
 run to the losses of their tokens. The room knows nothing of who asks: quantisation, routers of mixtures, merge methods,
 evaluations.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from weightsmith._activations.decoder.forward import Layer
 from weightsmith._activations.running import LayerRows, NumberedRow, budget, processors, workers
-from weightsmith._activations.statistics.gram import STATISTIC as GRAM
+from weightsmith._activations.statistics import GRAM
 from weightsmith._files.arrays import release_pages
 from weightsmith._models.structure.projections import by_site
 from weightsmith.abc.product import Floats, Statistic

@@ -30,7 +30,7 @@ from weightsmith._files.containers import (
     SAFETENSORS,
     ShardLayout,
 )
-from weightsmith._models.card import hub_id_of, read_card
+from weightsmith._files.hf_folder import hub_id_of, read_card
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._plans import PLAIN, ModelInput, Plan
 

@@ -37,9 +37,9 @@ from weightsmith._features.any_recipe import assemble_request, replan
 from weightsmith._outputs.local import remove_checkpoint
 from weightsmith._outputs.manifest import read_manifest
 from weightsmith._outputs.places import remove_published, verify
-from weightsmith._planning.planner.copies import check_copies
 from weightsmith._planning.planner.loading import Check
 from weightsmith._planning.planner.prepared import Prepared, download, make_readable, missing_files, stream
+from weightsmith._planning.planner.tensor_data import check_copies
 from weightsmith._plans import Product, Step
 
 if TYPE_CHECKING:

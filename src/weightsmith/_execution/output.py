@@ -16,7 +16,7 @@ from weightsmith._base.options import named
 from weightsmith._execution.options import RunOptions
 from weightsmith._execution.report import PAGE_NAME, Moved, to_json
 from weightsmith._files.containers import MLX_ADAPTER, PEFT, SAFETENSORS
-from weightsmith._models.card import CARD_NAME
+from weightsmith._files.hf_folder import CARD_NAME
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._outputs.area import staging_folder
 from weightsmith._outputs.journal import read_journal

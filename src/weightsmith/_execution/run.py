@@ -32,14 +32,14 @@ from weightsmith._execution.output import (
     provenance,
 )
 from weightsmith._execution.report import Moved, Squares, distance_by_layer, merge_report
-from weightsmith._models.card import CARD_NAME
+from weightsmith._files.hf_folder import CARD_NAME
 from weightsmith._models.checkpoint import Checkpoint, open_checkpoint
 from weightsmith._outputs.locks import CONTENT
 from weightsmith._outputs.places import place_of
 from weightsmith._outputs.staging import Staging
-from weightsmith._planning.planner.copies import check_copies
 from weightsmith._planning.planner.loading import Check
 from weightsmith._planning.planner.prepared import Prepared, download, missing_files, stream
+from weightsmith._planning.planner.tensor_data import check_copies
 from weightsmith._plans import Plan, Product, Step
 from weightsmith.abc.output import OutputSpec, Target
 from weightsmith.abc.product import ProductReport

@@ -24,8 +24,8 @@ from weightsmith._base.text import status
 from weightsmith._files import subfolders
 from weightsmith._files.containers import Naming
 from weightsmith._files.copied import check_copied, choose_copied, copied_files, is_weights, kept_metadata, read_to_choose
+from weightsmith._files.hf_folder import CARD_NAME
 from weightsmith._files.remote.addresses import HUB, Address, is_address, parse_address
-from weightsmith._models.card import CARD_NAME
 from weightsmith._models.formats import opening
 from weightsmith._models.formats.config import SETTINGS_FILES, SETTINGS_METADATA
 from weightsmith._models.sources import OpenedFiles, Tensors

@@ -10,7 +10,7 @@ from weightsmith._base.errors import Finding, ShapeError, Unsupported
 from weightsmith._base.files import exists, expand_user, show
 from weightsmith._base.text import count
 from weightsmith._models.checkpoint import Checkpoint, ModelFolder
-from weightsmith._models.sources.parts import renamed
+from weightsmith._models.sources.composed import renamed
 from weightsmith._models.structure.parts import DIFFUSION, EMA_PREFIX
 
 USE, DROP = "ema", "no-ema"

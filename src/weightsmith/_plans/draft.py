@@ -447,7 +447,7 @@ class StatisticRequest:
 
     kind   a name of `weightsmith._activations.statistics.STATISTICS`
     model  its index in the plan
-    text   with as many rows as it has; `weightsmith._activations.text_for` makes it
+    text   with as many rows as it has; `weightsmith._activations.model.text_for` makes it
     merged  what enters a layer comes out of the merged layers below
     """
 

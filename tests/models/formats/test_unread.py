@@ -12,7 +12,7 @@ import weightsmith
 from tests.mini import write_checkpoint
 from weightsmith._base.errors import PlanError
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._models.formats.unread import are_plain, describe_codes
+from weightsmith._models.formats.opening import are_plain, describe_codes
 
 E4M3, BF16 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.bfloat16)
 X = "model.layers.0.mlp.up_proj"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from weightsmith._models.formats.reader_configs import window_difference
+from weightsmith._models.formats.config import window_difference
 
 USED = {"sliding_window": 512, "use_sliding_window": True}
 

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from tests.mini import write_checkpoint
 from tests.models.sources.test_sources import model, normal, opened
 from weightsmith._models.formats.opening import open_file
-from weightsmith._models.sources.parts import PartTensors, TensorPart, renamed
+from weightsmith._models.sources.composed import PartTensors, TensorPart, renamed
 from weightsmith.abc.tensors import Tensors
 from weightsmith.testing import SourceCase, SourceTests
 

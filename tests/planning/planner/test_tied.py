@@ -16,7 +16,7 @@ from tests import plan_help
 from tests.mini import write_checkpoint
 from tests.plan_help import config, decoder, plan, problems, sources, warnings
 from weightsmith._models.checkpoint import Checkpoint
-from weightsmith._planning.planner import copies
+from weightsmith._planning.planner import tensor_data
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 UNTIED = {"tie_word_embeddings": False}
@@ -278,13 +278,13 @@ def test_weights_of_their_own_that_give_equal_numbers_leave_copies(tmp_path: Pat
 def test_results_that_use_each_other_are_compared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of ways from the last to the first doubles with each."""
     calls = list[str]()
-    compare = copies._samples_differ
+    compare = tensor_data._samples_differ
 
     def counting(checkpoint: Checkpoint, *pair: Any) -> bool:
         calls.append(checkpoint.ref)
         return compare(checkpoint, *pair)
 
-    monkeypatch.setattr(copies, "_samples_differ", counting)
+    monkeypatch.setattr(tensor_data, "_samples_differ", counting)
     a = with_copies(tmp_path / "a", 0)
     results = [{**pair(a, *(f"s{j}" for j in range(i))), "name": f"s{i}"} for i in range(11)]
     last = pair("s10", marian(tmp_path / "c", 1, tied=True, shared=True))

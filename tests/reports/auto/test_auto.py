@@ -39,7 +39,7 @@ from weightsmith._outputs.staging import Staging
 from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._plans import Plan
 from weightsmith._reports.auto import auto as module
-from weightsmith._reports.auto import texts as texts_module
+from weightsmith._reports.auto import write as write_module
 from weightsmith._reports.auto.pool import Choice, Pool
 from weightsmith._reports.auto.result import Auto
 from weightsmith._reports.tuning.evaluator import Evaluator
@@ -402,7 +402,7 @@ def test_another_program_takes_up_neither_texts_nor_statistics_nor_scores(
         calls = list[str]()
         with monkeypatch.context() as patch:
             patch.setattr(module, "choose", stop)
-            for owner, name in ((module, "execute"), (Pool, "_scored"), (texts_module, "_write")):
+            for owner, name in ((module, "execute"), (Pool, "_scored"), (write_module, "_write")):
                 function = getattr(owner, name)
                 patch.setattr(owner, name, lambda *a, name=name, f=function, **k: (calls.append(name), f(*a, **k))[1])
             with pytest.raises(KeyboardInterrupt):
@@ -412,7 +412,7 @@ def test_another_program_takes_up_neither_texts_nor_statistics_nor_scores(
     first = computed()
     assert {"execute", "_scored", "_write"} == {*first}
     assert not {"execute", "_scored"} & {*computed()}
-    for part in (module, texts_module):
+    for part in (module, write_module):
         monkeypatch.setattr(part, "program_digest", lambda: "another")
     assert computed() == first
 
@@ -631,7 +631,7 @@ def test_a_disk_that_fails_is_one_error(work: Path, monkeypatch: pytest.MonkeyPa
     def full(*_given: Any, **_more: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("weightsmith._reports.auto.texts.write_whole", full)
+    monkeypatch.setattr("weightsmith._reports.auto.write.write_whole", full)
     with pytest.raises(StoreError, match=r"^merged\.auto: it cannot be written: No space left on device") as error:
         auto(text=TEXTS)
     assert "run the same command again to resume" in str(error.value)

@@ -53,7 +53,7 @@ from weightsmith._models.lora.config import tied_targets
 from weightsmith._models.lora.exact import as_lora, needs_base
 from weightsmith._models.lora.experts import ExpertPlace, StackedPlaces
 from weightsmith._models.lora.forms import ALPHA, PAIRS, FactorNames, as_matrix
-from weightsmith._models.lora.gguf_file import check_heads
+from weightsmith._models.lora.other_programs import check_heads
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.projections import GATED
 from weightsmith._models.structure.vocabulary import is_head, names_head, ties

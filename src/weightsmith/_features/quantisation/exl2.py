@@ -39,8 +39,7 @@ from weightsmith._models.formats.exl2.blocks import (
     measurement_json,
     read_measurement,
 )
-from weightsmith._models.formats.exl2.layout import Params
-from weightsmith._models.formats.exl2.loader import ARCHITECTURES, ELSEWHERE, OTHER_FORMATS
+from weightsmith._models.formats.exl2.layout import ARCHITECTURES, ELSEWHERE, OTHER_FORMATS, Params
 from weightsmith._models.formats.exl2.model import Model, notes, prepare_model, store
 from weightsmith._models.formats.unfused import DEFAULT_HEAD_BITS, check_architecture
 from weightsmith._planning.planner.prepared import Prepared

@@ -22,7 +22,7 @@ from weightsmith._features.quantisation.base import (
 )
 from weightsmith._features.quantisation.calibration.plan import Chain, calibrate
 from weightsmith._features.quantisation.options import QuantizeSettings
-from weightsmith._models.formats.exl2.loader import OTHER_FORMATS
+from weightsmith._models.formats.exl2.layout import OTHER_FORMATS
 from weightsmith._models.formats.exl3.layout import (
     ARCHITECTURES,
     BLOCK,

@@ -50,8 +50,8 @@ from weightsmith._features.quantisation.optimise import solve_together
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._files.containers import PLAIN_NAMES
 from weightsmith._files.copied import MAX_COPIED_BYTES
+from weightsmith._files.hf_folder import CARD_NAME, hub_id_of, read_card
 from weightsmith._files.subfolders import PIPELINE
-from weightsmith._models.card import CARD_NAME, hub_id_of, read_card
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.formats import find_encoding, format_of_encoding, formats, formats_for
 from weightsmith._models.formats.engines import engines_of, head_objections
@@ -68,9 +68,9 @@ from weightsmith._planning.follow_ups import FollowUpKind, SecondPlan
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.encode import encodable, quantise
 from weightsmith._planning.planner.files import NO_CONFIG, joined, lacking
-from weightsmith._planning.planner.numbers import numbers_of
 from weightsmith._planning.planner.pipelines import drop_subfolders
 from weightsmith._planning.planner.prepared import Prepared, model_input
+from weightsmith._planning.planner.tensor_data import numbers_of
 from weightsmith._plans import PLAIN, PlanDraft, Product, Read, Step
 from weightsmith._plans.codec import has_type
 from weightsmith.abc.product import Arrays, Floats

@@ -29,8 +29,7 @@ from weightsmith._files.copied import copied_files, is_tokenizer
 from weightsmith._files.subfolders import template_names
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import vocabulary
-from weightsmith._models.structure.configs import count_of, number_of, text_sections
-from weightsmith._models.structure.defaults import rope_settings, with_defaults
+from weightsmith._models.structure.configs import count_of, number_of, rope_settings, text_sections, with_defaults
 from weightsmith._models.tokenizers.convert import convert
 from weightsmith._models.tokenizers.files import settings_of
 from weightsmith._models.tokenizers.matching import WAYS, Match, match, pieces_of, roles_of, same_roles, unused_row

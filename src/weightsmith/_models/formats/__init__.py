@@ -1,12 +1,12 @@
 """Stored formats: one file or folder for each, with what its bytes mean, how they are read and, for some, how they are written.
 
 opening.py   how a model's weight files become plain tensors
-config.py    what config.json says of quantisation
+config.py    what config.json says of quantisation; config.json as programs with readers of their own take it
 decoded.py   sources whose weights are decoded from codes on each read
 matrices.py  encodings of weight matrices, and what several formats share of them
 hessians.py  codes that suit what enters a weight
 unfused.py   a model with a step for each matrix, as programs with formats of their own load it
-reader_configs.py  config.json as such programs take it
+
 engines.py   which formats the programs that run models load
 
 To add a format, add a file or folder with a `FORMAT`, and its name to `NAMES` (and `OF_FILES`); or a package with an entry

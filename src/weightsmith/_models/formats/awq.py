@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from weightsmith._base.errors import Unsupported
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._models.formats.config import ending, plain_dtype, recogniser
+from weightsmith._models.formats.config import adapt_to_mlx_lm, ending, plain_dtype, recogniser
 from weightsmith._models.formats.decoded import F32, Band, QuantisedModel, TransposedWeight, read_columns, reader
 from weightsmith._models.formats.gptq import refuse_rotation
 from weightsmith._models.formats.hessians import CodesOf
@@ -39,7 +39,6 @@ from weightsmith._models.formats.matrices import (
     transposed_codes,
     with_joined,
 )
-from weightsmith._models.formats.reader_configs import adapt_to_mlx_lm
 from weightsmith._plans import PlanDraft
 from weightsmith.abc.product import Arrays
 from weightsmith.abc.stored import Config, Encoding, Modules, Rows, StoredFormat, Writing, grouped_name, labelled

@@ -16,7 +16,7 @@ from typing import Any
 from weightsmith._base.errors import FormatError
 from weightsmith._base.files import show
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._models.sources.parts import PartTensors, TensorPart
+from weightsmith._models.sources.composed import PartTensors, TensorPart
 from weightsmith._models.structure.projections import MIXTRAL
 from weightsmith.abc.stored import Specs
 from weightsmith.abc.tensors import Tensors

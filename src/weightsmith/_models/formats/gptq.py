@@ -31,7 +31,7 @@ import numpy.typing as npt
 from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._base.files import show
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._models.formats.config import DAMAGED_CHECKPOINT, ending, plain_dtype, recogniser
+from weightsmith._models.formats.config import DAMAGED_CHECKPOINT, ending, older_config, plain_dtype, recogniser
 from weightsmith._models.formats.decoded import F32, Band, QuantisedModel, TransposedWeight, read_all, read_columns, reader
 from weightsmith._models.formats.hessians import CodesOf
 from weightsmith._models.formats.matrices import (
@@ -44,7 +44,6 @@ from weightsmith._models.formats.matrices import (
     transposed_codes,
     with_joined,
 )
-from weightsmith._models.formats.reader_configs import older_config
 from weightsmith._models.structure.projections import in_both_orders
 from weightsmith._models.structure.vocabulary import is_model_head
 from weightsmith._plans import PlanDraft

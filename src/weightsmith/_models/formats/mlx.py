@@ -40,11 +40,10 @@ import numpy.typing as npt
 from weightsmith._base.errors import Finding, FormatError, Unsupported
 from weightsmith._base.files import show
 from weightsmith._base.tensors import DTYPES, MAX_STACKED, TensorSpec
-from weightsmith._models.formats.config import DAMAGED_CHECKPOINT, config_entries, plain_dtype
+from weightsmith._models.formats.config import DAMAGED_CHECKPOINT, adapt_to_mlx_lm, config_entries, plain_dtype
 from weightsmith._models.formats.decoded import F32, QuantisedModel, Weight, bands, read_all, reader, refuse_transposed
 from weightsmith._models.formats.matrices import MXFP4_GROUP, NVFP4_GROUP, SUFFIX, MatrixEncoding, powers_of_two
-from weightsmith._models.formats.reader_configs import adapt_to_mlx_lm
-from weightsmith._models.sources.parts import PartTensors, TensorPart, renamed
+from weightsmith._models.sources.composed import PartTensors, TensorPart, renamed
 from weightsmith._models.structure.configs import EXPERT_COUNTS, text_sections, whole_number
 from weightsmith._models.structure.projections import BEFORE_DOWN, MIXTRAL
 from weightsmith._models.structure.projections import JOINED as JOINED_PROJECTIONS

@@ -27,8 +27,7 @@ from weightsmith._models.formats.config import (
     without_entries,
 )
 from weightsmith._models.formats.decoded import F32, DecodedTensors, Weight, bands, chunks, read_all, read_if_here
-from weightsmith._models.formats.matrices import powers_of_two
-from weightsmith._models.formats.words import WORD_BITS, is_loose, rows_of_a_word, unpack_rows, words_of
+from weightsmith._models.formats.matrices import WORD_BITS, is_loose, powers_of_two, rows_of_a_word, unpack_rows, words_of
 from weightsmith.abc.stored import Bytes, Config, Specs, Wrapped
 from weightsmith.abc.tensors import Tensors, read
 
@@ -137,7 +136,7 @@ class ScaledWeight(Weight):
     zeros    name of the tensor of the code of zero of each block, I32 [ceil(rows · bits / 32), blocks of a row]: the lowest
              bits of a word are the first row's; "" where the code of zero is 2^(bits - 1). Blocks then have one row
     index    name of the tensor of the group of each column, I32 [cols]; "" where groups are in order. If it holds a -1, too
-    loose    no code is in two words: the rest of each word is empty; see `words.py`
+    loose    no code is in two words: the rest of each word is empty; see `matrices.py`
     inverse  codes are divided by the scales
     """
 

@@ -3,7 +3,7 @@
 LoRA (Hu et al. 2021, arXiv 2106.09685) adds scaling · B @ A to a matrix, with scaling = alpha / r; rsLoRA (Kalajdzievski 2023,
 arXiv 2312.03732) has alpha / √r. DoRA (Liu et al. 2024, arXiv 2402.09353) then gives each row a norm of its own.
 
-Adapters in single files, without a config, are in `opening.py`, those of other kinds in `others.py`.
+Adapters in single files, without a config, are in `opening.py`, those of other kinds in `peft_folder.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.lora.config import Layouts, ModulePatterns, has_one_vocabulary
 from weightsmith._models.lora.forms import FactorNames
 from weightsmith._models.lora.kinds import KINDS
-from weightsmith._models.sources.parts import WRAPPERS
+from weightsmith._models.sources.composed import WRAPPERS
 from weightsmith._models.structure.configs import finite_number, whole_number
 
 CONFIG_NAME = "adapter_config.json"
@@ -128,7 +128,7 @@ class Adapter:
     saved         modules that are saved whole, with all inside (`modules_to_save`): other replacements are put in place
     file          of an adapter in a single file: how it names its modules. None for PEFT's folders
     others        module → its tensors of another kind than LoRA. Trainable tokens and biases come beside a LoRA's updates
-    turned        B's of a GGUF file whose rows are in llama.cpp's order → the module's name there (`gguf_file.in_hub_order`)
+    turned        B's of a GGUF file whose rows are in llama.cpp's order → the module's name there (see `in_hub_order`)
     as_one        embedding and head were trained as one tensor, if the base ties them
     heads         of q and k, by which the rows of a GGUF file were brought into the Hub's order
     """

@@ -42,12 +42,11 @@ from weightsmith._models.lora.forms import (
     split_factor,
     unnamed,
 )
-from weightsmith._models.lora.gguf_file import SUFFIX, is_gguf, is_gguf_adapter, open_gguf
 from weightsmith._models.lora.kinds import KINDS, kind_of_part
-from weightsmith._models.lora.mlx_folder import is_mlx
 from weightsmith._models.lora.networks import DENOISER_BLOCKS, PUT_PREFIX, UNKNOWN, network_of
+from weightsmith._models.lora.other_programs import SUFFIX, is_gguf, is_gguf_adapter, is_mlx, open_gguf
 from weightsmith._models.lora.peft_folder import open_peft
-from weightsmith._models.sources.parts import PartTensors, renamed
+from weightsmith._models.sources.composed import PartTensors, renamed
 
 # ---- Single files of LoRA factors, without an adapter_config.json: kohya's, diffusers', ComfyUI's
 

@@ -14,7 +14,7 @@ outputs.py     the output tensors, one step each
 steps.py       what a step is besides its reads: dtype, operation, role, pieces, and the products and statistics that it needs
 files.py       the files beside the weights: config.json, and those that the donor lacks and another model has
 pipelines.py   the parts of a pipeline of diffusers, and other subfolders with weights: whose they are, and their config.json
-copies.py      whether tensors that are left out as copies of others are copies
+tensor_data.py  what is read besides headers: whether tensors that are left out as copies are copies, and single numbers
 agreement.py   what models disagree on though their tensors have equal shapes, and tensors that do not go together
 encode.py      which tensors are quantised, and what config.json lists as ignored
 loading.py     whether transformers could load the output; asks transformers_script.py, in a process of its own

@@ -40,7 +40,6 @@ from weightsmith._planning.planner.agreement import (
     of_different_architectures,
     of_vocabularies,
 )
-from weightsmith._planning.planner.copies import copy_problem
 from weightsmith._planning.planner.files import (
     GENERATION,
     NO_CONFIG,
@@ -68,6 +67,7 @@ from weightsmith._planning.planner.pipelines import Pipeline, taken_parts, witho
 from weightsmith._planning.planner.prepared import Prepared, code_files, model_input
 from weightsmith._planning.planner.segments import Account, Placement, Placer, Region, SegmentMaker
 from weightsmith._planning.planner.steps import DTypes, MeasuredSteps, factor_problems, with_needs, with_statistics
+from weightsmith._planning.planner.tensor_data import copy_problem
 from weightsmith._planning.planner.vocabulary import Aligned, VocabularyPlanner, lost_tokens
 from weightsmith._planning.recipe import ModelRef, Recipe
 from weightsmith._plans import PlanDraft, Product, Provenance, Settings, Step, TakenForCopy

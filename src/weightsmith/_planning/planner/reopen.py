@@ -25,9 +25,9 @@ from weightsmith._methods.method import Parameter
 from weightsmith._models.checkpoint import Checkpoint, HubModel, locate, open_checkpoint
 from weightsmith._models.formats import find_encoding
 from weightsmith._models.formats.gguf.cuts import CutEncoding
-from weightsmith._models.formats.gguf.diffusion.encoding import DiffusionEncoding
 from weightsmith._models.formats.gguf.header import check_keys
 from weightsmith._models.formats.gguf.imatrix import are_importances
+from weightsmith._models.formats.gguf.writing import DiffusionEncoding
 from weightsmith._models.lora import open_adapter
 from weightsmith._models.lora.exact import as_lora, needs_base
 from weightsmith._models.structure import analyse

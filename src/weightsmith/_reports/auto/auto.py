@@ -74,7 +74,7 @@ from weightsmith._reports.auto.pool import (
     too_far,
 )
 from weightsmith._reports.auto.result import Auto, CandidateScore, FineTune
-from weightsmith._reports.auto.texts import TEXTS, CutText, TextPair, recorded, row_tokens, write_own
+from weightsmith._reports.auto.write import TEXTS, CutText, TextPair, recorded, row_tokens, write_own
 from weightsmith._reports.command import seconds_of
 from weightsmith._reports.evaluate.opening import Opened, opened, prepare_named
 from weightsmith._reports.options import AutoSettings

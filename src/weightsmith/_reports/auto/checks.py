@@ -14,10 +14,10 @@ from weightsmith._base.idioms import grouped
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.sources.files import sample_files
 from weightsmith._models.structure.vocabulary import is_model_head, names_head, tie_flag, tied_substitute
-from weightsmith._planning.planner.copies import surely_differ, trained_head
+from weightsmith._planning.planner.tensor_data import surely_differ, trained_head
 from weightsmith._plans import Plan
 from weightsmith._reports.auto.pool import Models
-from weightsmith._reports.auto.texts import CutText, cut, row_tokens
+from weightsmith._reports.auto.write import CutText, cut, row_tokens
 from weightsmith._reports.evaluate.opening import Opened, check_families, opened, prepare_named
 from weightsmith._reports.tuning.evaluator import other_settings, other_tensors
 

@@ -27,7 +27,7 @@ from weightsmith._methods.regmean import KIND
 from weightsmith._outputs.disk import available_bytes
 from weightsmith._plans import Step
 from weightsmith._reports.auto.pool import DIRECTIONS, FEW_ROWS
-from weightsmith._reports.auto.texts import HELD_ROWS, OWN_ROWS, STATISTICS_ROWS
+from weightsmith._reports.auto.write import HELD_ROWS, OWN_ROWS, STATISTICS_ROWS
 from weightsmith._reports.evaluate.opening import Opened
 from weightsmith._reports.tuning.evaluator import BATCH_TOKENS, parts_of
 

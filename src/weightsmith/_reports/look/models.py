@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 from weightsmith._base.errors import PlanError, UnknownName, WeightsmithError, nearest
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._files.copied import is_tokenizer
-from weightsmith._models.card import CARD_NAME, read_card
+from weightsmith._files.hf_folder import CARD_NAME, read_card
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure
 from weightsmith._models.structure.model import OUTSIDE as OUTSIDE

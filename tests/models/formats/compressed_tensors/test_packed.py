@@ -15,7 +15,7 @@ from tests.mini import write_checkpoint
 from tests.models.formats.quantised import Case, compressed
 from tests.models.formats.test_quantised import Quantised, QuantisedWithShapes
 from weightsmith._base.errors import FormatError, Unsupported
-from weightsmith._models.formats.words import is_loose
+from weightsmith._models.formats.matrices import is_loose
 
 WEIGHT = "q_proj.weight"
 

@@ -16,7 +16,7 @@ from tests.zoo import ENCODER, ZOO
 from weightsmith._base.errors import FormatError, WeightsmithError
 from weightsmith._models.formats.gguf.architectures import architecture_of_config, architectures, find_vision, text_config
 from weightsmith._models.formats.gguf.base.values import GgufConfig
-from weightsmith._models.structure.defaults import rope_settings
+from weightsmith._models.structure.configs import rope_settings
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 32}

@@ -34,7 +34,7 @@ from weightsmith._models.formats.gguf.imatrix import of_sums, read_imatrix
 from weightsmith._models.formats.gguf.layout import BLOCKS, Value, encode_metadata, make_layout
 from weightsmith._models.formats.gguf.prepare import _Model
 from weightsmith._models.formats.gguf.tokenizer import files as gguf_tokenizer
-from weightsmith._models.formats.gguf.tokenizer.ranks import KIMI_SPLIT, ranked_tokenizer
+from weightsmith._models.formats.gguf.tokenizer.kinds import KIMI_SPLIT, ranked_tokenizer
 from weightsmith._models.formats.gguf.types import MIXTURES, Shape, type_of
 from weightsmith._models.formats.gguf.writing import TYPES
 from weightsmith._models.tokenizers.convert import BYTE_LEVEL as BYTE_LEVEL_SPLIT

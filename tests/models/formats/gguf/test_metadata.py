@@ -11,7 +11,7 @@ import pytest
 import weightsmith
 from tests.models.formats.gguf.test_gguf_files import llama, tokenizers, with_tokenizer  # noqa: F401
 from weightsmith._base.errors import PlanError
-from weightsmith._models.card import read_card
+from weightsmith._files.hf_folder import read_card
 from weightsmith._models.formats.gguf.about import origin_keys, sampling_keys
 from weightsmith._models.formats.gguf.layout import Value
 from weightsmith._plans import plan_from_json

@@ -17,7 +17,7 @@ from weightsmith._models.formats.gguf.architectures.glm import Glm4Moe
 from weightsmith._models.formats.gguf.architectures.lfm2 import Lfm2Moe
 from weightsmith._models.formats.gguf.base.architecture import Contents, GgufArchitecture
 from weightsmith._models.formats.gguf.base.values import GgufKeys
-from weightsmith._models.structure.defaults import with_defaults
+from weightsmith._models.structure.configs import with_defaults
 
 SIZES = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 262}
 EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}

@@ -15,7 +15,7 @@ from tests import llama_cpp
 from tests.gguf_help import BYTE_LEVEL, BYTES, SENTENCEPIECE, SIZES, tokenizer_files, write_gguf
 from tests.gguf_help import llama as gguf_llama
 from tests.llama_cpp import needs_llama_cpp
-from weightsmith._models.formats.gguf.tokenizer.unsaid import recognised_name, unsaid
+from weightsmith._models.formats.gguf.tokenizer.parts import recognised_name, unsaid
 
 PHI = ["<|endoftext|>", "<|assistant|>", "<|end|>", "<|user|>"]
 PHI_PIECES = ["<unk>", "<s>", "</s>", *BYTES, "\u2581", "a", "\n", "\u2581a", *PHI]

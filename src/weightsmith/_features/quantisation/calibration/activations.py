@@ -163,7 +163,7 @@ def _compute_scales(context: ProductContext) -> Arrays:
 
 def _inputs(rows: LayerRows, weights: Sequence[str], after: Floats | None) -> dict[str, float]:
     """The largest magnitude of what enters each layer, and those that share a scale with it. after: `Forward.target`."""
-    from weightsmith._activations.statistics.maxima import STATISTIC as MAXIMA
+    from weightsmith._activations.statistics import MAXIMA
     from weightsmith._activations.sums import Forward, use_sums
 
     largest_of: dict[str, float] = {}

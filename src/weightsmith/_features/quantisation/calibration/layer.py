@@ -394,7 +394,7 @@ def _head(context: ProductContext, work: QuantisedWork) -> Arrays:
     import torch
 
     from weightsmith._activations.running import decoder_of, rows_of_states, workers
-    from weightsmith._activations.statistics.gram import STATISTIC as GRAM
+    from weightsmith._activations.statistics import GRAM
     from weightsmith._activations.sums import Sums
 
     rows = rows_of_states(context, work, 0, 0)

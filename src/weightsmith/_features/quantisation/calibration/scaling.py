@@ -264,7 +264,7 @@ def _use_grams(rows: LayerRows, features: Sequence[Features], use: Any, span: tu
     Rows run through the layer once for each of the batches of Gram matrices that the product's memory allows.
     """
     from weightsmith._activations.running import budget, processors, workers
-    from weightsmith._activations.statistics.gram import STATISTIC as GRAM
+    from weightsmith._activations.statistics import GRAM
     from weightsmith._activations.sums import Sums, batches
 
     by_weight = {made.weight: made for made in features}

@@ -1,10 +1,10 @@
 """EXL2, ExLlamaV2's format.
 
-layout.py   the tensors of a linear layer, and its settings
+layout.py   the tensors of a linear layer, and its settings; config.json and the architectures of ExLlamaV2
 reading.py  weights as numbers
 writing.py  the encoding
 blocks.py   the blocks of a model, their candidate settings and sizes; measurement.json
-loader.py   config.json and the architectures of ExLlamaV2
+
 model.py    a whole model under ExLlamaV2's names
 """
 

@@ -16,8 +16,16 @@ from weightsmith._base.errors import FormatError, Unsupported, WeightsmithError
 from weightsmith._base.files import show
 from weightsmith._base.strict_json import read_object
 from weightsmith._base.tensors import TensorSpec
-from weightsmith._models.formats.exl2.layout import ROWS, Params, bits_of, groups_of, params, params_from_json, why_illegal
-from weightsmith._models.formats.exl2.loader import OTHER_FORMATS
+from weightsmith._models.formats.exl2.layout import (
+    OTHER_FORMATS,
+    ROWS,
+    Params,
+    bits_of,
+    groups_of,
+    params,
+    params_from_json,
+    why_illegal,
+)
 from weightsmith._models.formats.exl2.writing import Exl2
 from weightsmith._models.structure import Structure
 from weightsmith._models.structure.configs import finite_number

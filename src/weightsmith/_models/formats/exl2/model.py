@@ -13,13 +13,13 @@ from typing import Any
 
 from weightsmith._base.errors import Finding, PlanError, Unsupported, as_plan_error
 from weightsmith._models.formats.exl2.blocks import HEAD, Sublayer, find_blocks, shape_problems
-from weightsmith._models.formats.exl2.layout import Params
-from weightsmith._models.formats.exl2.loader import (
+from weightsmith._models.formats.exl2.layout import (
     ARCHITECTURES,
     GEMMA3,
     GEMMA3_PREFIX,
     OTHER_FORMATS,
     VERSION,
+    Params,
     differences,
     loader_config,
     quantization_config,

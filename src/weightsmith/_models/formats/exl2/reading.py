@@ -27,8 +27,16 @@ from weightsmith._models.formats.decoded import (
     read_columns,
     transposed_rows,
 )
-from weightsmith._models.formats.exl2.layout import ROWS, SUFFIXES, padded, scale_values, unpack_codes, why_illegal
-from weightsmith._models.formats.exl2.loader import GEMMA3_PREFIX, text_config
+from weightsmith._models.formats.exl2.layout import (
+    GEMMA3_PREFIX,
+    ROWS,
+    SUFFIXES,
+    padded,
+    scale_values,
+    text_config,
+    unpack_codes,
+    why_illegal,
+)
 from weightsmith._models.formats.hessians import Group, Groups
 from weightsmith.abc.stored import Config, Specs, Wrapped
 from weightsmith.abc.tensors import Tensors

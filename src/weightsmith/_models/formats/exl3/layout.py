@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._models.formats.reader_configs import window_difference
+from weightsmith._models.formats.config import window_difference
 
 Floats = npt.NDArray[np.float32]
 Halves = npt.NDArray[np.float16]

@@ -3,13 +3,13 @@
 base/           what architectures are made of: tensors, keys from config.json, config.json from the keys, vision halves
 architectures/  a file for each
 tokenizer/      the tokenizer's files from the keys, and the keys from the tokenizer's files
-diffusion/      files of ComfyUI that are written: diffusion models
+diffusion/      files of ComfyUI: diffusion models and T5 text encoders
 
 Reading:
 layout.py       the bytes of a file, and the layout of new ones
 header.py       the header of a file, parsed and checked
 reading.py      the tensors of files
-single_files.py files of ComfyUI that are read: diffusion models and T5 text encoders
+
 ollama.py       files that Ollama has pulled, by their manifests
 adapter_file.py LoRA adapters
 
@@ -31,10 +31,9 @@ from importlib import import_module
 
 from weightsmith._models.formats.gguf import ollama
 from weightsmith._models.formats.gguf.cuts import find_cut
-from weightsmith._models.formats.gguf.diffusion.encoding import find_diffusion
 from weightsmith._models.formats.gguf.reading import KIND
 from weightsmith._models.formats.gguf.verbatim import find_copied
-from weightsmith._models.formats.gguf.writing import find
+from weightsmith._models.formats.gguf.writing import find, find_diffusion
 from weightsmith.abc.stored import StoredFormat
 
 FORMAT = StoredFormat(

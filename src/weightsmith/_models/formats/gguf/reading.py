@@ -37,10 +37,10 @@ from weightsmith._models.formats.gguf.cuts import (
     ordered_weight,
     padded_weight,
 )
-from weightsmith._models.formats.gguf.diffusion.spiece import SPIECE, spiece_of_keys
+from weightsmith._models.formats.gguf.diffusion.reading import is_single_file, single_file_dtype, single_file_spec
+from weightsmith._models.formats.gguf.diffusion.text_encoder import SPIECE, is_umt5, spiece_of_keys
 from weightsmith._models.formats.gguf.header import ADAPTER_TYPE, SMALL, GgufHeader, GgufTensor, read_gguf_header, text_of
 from weightsmith._models.formats.gguf.pooling import pooling_files
-from weightsmith._models.formats.gguf.single_files import is_single_file, is_umt5, single_file_dtype, single_file_spec
 from weightsmith._models.formats.gguf.tokenizer.files import tokenizer_files
 from weightsmith._models.formats.gguf.verbatim import GgufBytes, as_bytes
 from weightsmith._models.formats.gguf.writing import GgufEncoding, dequantise, from_llama_order, libgguf

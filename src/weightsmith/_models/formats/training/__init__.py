@@ -5,9 +5,9 @@ deepspeed.py  ZeRO's partitions
 fsdp.py       a file of DTensors for each process, as verl writes them
 megatron.py   tensor-parallel slices, pipeline stages and experts of Megatron-LM
 megatron_names.py  Megatron's names as the Hub's
-processes.py  what those with a file for each process have in common
+processes.py  tensors in parts; what checkpoints with a file for each process have in common
 
-No pickle is run. `_models/sources/boxes.py` reads tensors in parts.
+No pickle is run.
 """
 
 from __future__ import annotations

@@ -26,8 +26,7 @@ from weightsmith._files.pytorch import NESTED, PARALLEL, TRAINED, StoredView, re
 from weightsmith._files.safetensors import MAX_BYTES, MAX_DIMENSIONS, checked_product
 from weightsmith._files.state_pickle import MAX_PICKLE_BYTES, Global, Instance, Tensor, describe, interpret
 from weightsmith._files.zip_records import read_at
-from weightsmith._models.formats.training.processes import MISSING
-from weightsmith._models.sources.boxes import FIX, Box, BoxedTensors, fill
+from weightsmith._models.formats.training.processes import FIX, MISSING, Box, BoxedTensors, fill
 from weightsmith._models.sources.files import SourceFile
 from weightsmith.abc.tensors import FileKind, Index, OpenedFiles
 

@@ -26,8 +26,7 @@ from weightsmith._files.hf_folder import FolderWeights, natural_key
 from weightsmith._files.pytorch import StoredView, read_archive
 from weightsmith._files.safetensors import MAX_BYTES, MAX_DIMENSIONS, checked_product
 from weightsmith._files.state_pickle import Instance, describe
-from weightsmith._models.formats.training.processes import Classes, ProcessFile
-from weightsmith._models.sources.boxes import FIX, Box, BoxedTensor, BoxedTensors, fill
+from weightsmith._models.formats.training.processes import FIX, Box, BoxedTensor, BoxedTensors, Classes, ProcessFile, fill
 from weightsmith._models.sources.files import SourceFile
 from weightsmith.abc.tensors import FileKind, Index, OpenedFiles
 

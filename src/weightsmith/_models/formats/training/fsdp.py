@@ -22,8 +22,16 @@ from weightsmith._files.hf_folder import FolderWeights, natural_key
 from weightsmith._files.pytorch import read_archive
 from weightsmith._files.safetensors import MAX_BYTES, MAX_DIMENSIONS
 from weightsmith._files.state_pickle import Global, Instance, Tensor, describe
-from weightsmith._models.formats.training.processes import MISSING, Classes, ProcessFile, RankTensors
-from weightsmith._models.sources.boxes import FIX, Box, BoxedTensor, fill
+from weightsmith._models.formats.training.processes import (
+    FIX,
+    MISSING,
+    Box,
+    BoxedTensor,
+    Classes,
+    ProcessFile,
+    RankTensors,
+    fill,
+)
 from weightsmith._models.sources.files import SourceFile
 from weightsmith.abc.tensors import FileKind, Index, OpenedFiles
 

@@ -37,8 +37,16 @@ from weightsmith._files import state_pickle
 from weightsmith._files.hf_folder import FolderWeights, natural_key
 from weightsmith._files.pytorch import StoredView, read_archive
 from weightsmith._files.state_pickle import Instance, Tensor, describe
-from weightsmith._models.formats.training.processes import MISSING, Classes, ProcessFile, RankTensors
-from weightsmith._models.sources.boxes import FIX, Box, BoxedTensor, fill
+from weightsmith._models.formats.training.processes import (
+    FIX,
+    MISSING,
+    Box,
+    BoxedTensor,
+    Classes,
+    ProcessFile,
+    RankTensors,
+    fill,
+)
 from weightsmith._models.sources.files import SourceFile
 from weightsmith.abc.tensors import FileKind, Index, OpenedFiles
 

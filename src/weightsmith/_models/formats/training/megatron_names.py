@@ -24,7 +24,7 @@ from weightsmith._base.files import show
 from weightsmith._base.tensors import MAX_STACKED, TensorSpec
 from weightsmith._base.text import count
 from weightsmith._models.formats.training.megatron import MegatronTensors
-from weightsmith._models.sources.parts import PartTensors, TensorPart
+from weightsmith._models.sources.composed import PartTensors, TensorPart
 from weightsmith._models.structure.configs import whole_number
 from weightsmith._models.structure.projections import MIXTRAL
 from weightsmith.abc.stored import Config, Specs, Wrapped

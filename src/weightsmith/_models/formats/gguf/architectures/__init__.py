@@ -15,7 +15,7 @@ from weightsmith._base.plugins import Plugins
 from weightsmith._models.formats import GGUF_ARCHITECTURES
 from weightsmith._models.formats.gguf.base.architecture import GgufArchitecture, GgufFamily
 from weightsmith._models.formats.gguf.base.values import GgufValues
-from weightsmith._models.structure.defaults import with_defaults
+from weightsmith._models.structure.configs import with_defaults
 
 if TYPE_CHECKING:
     from weightsmith._models.formats.gguf.base.vision import VisionHalf

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, show
 from weightsmith._models.formats.gguf.layout import Value, ValueType
-from weightsmith._models.structure.defaults import rope_settings
+from weightsmith._models.structure.configs import rope_settings
 
 Floats = npt.NDArray[np.float32]
 

@@ -13,7 +13,6 @@ from weightsmith._base.text import count
 from weightsmith._files.containers import GGUF
 from weightsmith._files.copied import BUILDING_KEYS, is_read
 from weightsmith._models.formats.gguf.about import Stated, with_stated
-from weightsmith._models.formats.gguf.diffusion.encoding import DiffusionEncoding
 from weightsmith._models.formats.gguf.diffusion.families import (
     MIXTURES,
     DiffusionFamily,
@@ -23,11 +22,19 @@ from weightsmith._models.formats.gguf.diffusion.families import (
     prefix_of,
     types_of,
 )
-from weightsmith._models.formats.gguf.diffusion.spiece import SPIECE, SPIECE_FILES, UMT5_TOKENS, spiece_keys
-from weightsmith._models.formats.gguf.diffusion.text_encoder import is_t5, t5_keys, t5_names, t5_types
+from weightsmith._models.formats.gguf.diffusion.text_encoder import (
+    SPIECE,
+    SPIECE_FILES,
+    UMT5_TOKENS,
+    is_t5,
+    spiece_keys,
+    t5_keys,
+    t5_names,
+    t5_types,
+)
 from weightsmith._models.formats.gguf.layout import ALIGNMENT, Value, encode_metadata
 from weightsmith._models.formats.gguf.types import Chosen, Mixture
-from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PLAIN, PREFIX, TYPES, libgguf
+from weightsmith._models.formats.gguf.writing import NEEDS_IMPORTANCES, PLAIN, PREFIX, TYPES, DiffusionEncoding, libgguf
 from weightsmith._models.structure.diffusers_names import CLASSES, TABLES, SingleFileTensor, single_file_tensors
 from weightsmith._plans import CAST, COPY, JOIN, PlanDraft, Step
 from weightsmith.abc.stored import ModelFiles

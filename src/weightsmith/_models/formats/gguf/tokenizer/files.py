@@ -17,7 +17,15 @@ from weightsmith._models.formats.gguf.base.architecture import GgufArchitecture
 from weightsmith._models.formats.gguf.base.values import GgufConfig, token_id
 from weightsmith._models.formats.gguf.layout import Value
 from weightsmith._models.formats.gguf.tokenizer.chat import stops_of, template_keys, with_ends
-from weightsmith._models.formats.gguf.tokenizer.encoders import unigram_keys, unigram_parts, wordpiece_keys, wordpiece_parts
+from weightsmith._models.formats.gguf.tokenizer.kinds import (
+    KIMI_SPLIT,
+    RANKS,
+    ranked_tokenizer,
+    unigram_keys,
+    unigram_parts,
+    wordpiece_keys,
+    wordpiece_parts,
+)
 from weightsmith._models.formats.gguf.tokenizer.parts import (
     OF_ENCODERS,
     SPECIAL,
@@ -30,13 +38,13 @@ from weightsmith._models.formats.gguf.tokenizer.parts import (
     list_of,
     numbers_of,
     object_of,
+    recognised_name,
     separators,
     setting,
     special_ids,
+    unsaid,
     unwritable,
 )
-from weightsmith._models.formats.gguf.tokenizer.ranks import KIMI_SPLIT, RANKS, ranked_tokenizer
-from weightsmith._models.formats.gguf.tokenizer.unsaid import recognised_name, unsaid
 from weightsmith._models.tokenizers.convert import (
     QWEN2_SPLIT,
     bpe,

@@ -1,4 +1,6 @@
-"""Adapters of mlx-lm and mlx-vlm, read as those of PEFT: a folder with adapters.safetensors and adapter_config.json.
+"""Adapters of other programs, read as those of PEFT: MLX's folders, and llama.cpp's GGUF files.
+
+mlx-lm and mlx-vlm write a folder with adapters.safetensors and adapter_config.json:
 
 X.lora_a  [inputs, rank]   of a linear layer: PEFT's A, transposed; of an embedding [tokens, rank]
 X.lora_b  [rank, outputs]  PEFT's B, transposed
@@ -21,13 +23,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from weightsmith._base.errors import FormatError, Unsupported
+from weightsmith._base.errors import FormatError, Unsupported, WeightsmithError
 from weightsmith._base.files import exists, show
 from weightsmith._base.tensors import MAX_STACKED, TensorSpec
 from weightsmith._base.text import count
 from weightsmith._models.checkpoint import Checkpoint, ModelFolder
-from weightsmith._models.lora.adapter import CONFIG_NAME, PREFIX, Adapter, sort_tensors
-from weightsmith._models.sources.parts import PartTensors, TensorPart
+from weightsmith._models.lora.adapter import CONFIG_NAME, PREFIX, Adapter, Factors, sort_tensors
+from weightsmith._models.sources.composed import PartTensors, TensorPart
 from weightsmith._models.structure.configs import finite_number, whole_number
 from weightsmith._models.structure.projections import MIXTRAL
 from weightsmith._models.structure.vocabulary import names_embedding
@@ -199,3 +201,72 @@ def _of_experts(module: str, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[
         inputs = a.shape[-1]
         yield f"{name}.lora_A.weight", TensorPart(a.name, (rank, inputs), ((expert * rank * inputs, rank * inputs),))
         yield f"{name}.lora_B.weight", TensorPart(b.name, (outputs, rank), ((expert * outputs * rank, outputs * rank),))
+
+
+# ---- GGUF files, as llama.cpp has them
+
+
+SUFFIX = ".gguf"
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file is a GGUF file: by the end of its name, or as one of Ollama's blobs. Looks only at names."""
+    if path.name.lower().endswith(SUFFIX):
+        return True
+    if not path.name.startswith("sha256-"):
+        return False
+    from weightsmith._models.formats.gguf.ollama import is_blob
+
+    return is_blob(path)
+
+
+def is_gguf_adapter(path: Path) -> bool:
+    """Whether a file is a GGUF file of an adapter. False for one that cannot be read: opening it says why."""
+    if not is_gguf(path):
+        return False
+    from weightsmith._models.formats.gguf.header import is_adapter_header
+
+    try:
+        return is_adapter_header(path)
+    except (OSError, WeightsmithError):
+        return False
+
+
+def open_gguf(ref: str, path: Path) -> Adapter:
+    """Open an adapter. Reads its header. Raises as `open_gguf_adapter`."""
+    from weightsmith._models.formats.gguf.adapter_file import open_gguf_adapter
+
+    opened = open_gguf_adapter(path, str(path))
+    config = {"base_model_name_or_path": opened.base} if opened.base else {}
+    updates = {pair.module: Factors(pair.a, pair.b, pair.embedding, pair.scaling) for pair in opened.factors}
+    checkpoint = Checkpoint(ref, opened.source, ModelFolder(path.parent, config=config))
+    return Adapter(checkpoint, updates, turned=opened.turned, heads=opened.heads)
+
+
+def check_heads(adapter: Adapter, config: Mapping[str, Any] | None) -> None:
+    """Raise MismatchError if the file states other numbers of heads than its base."""
+    if adapter.heads is not None and config is not None:
+        from weightsmith._models.formats.gguf import adapter_file
+
+        adapter_file.check_heads(adapter.heads, config, adapter.checkpoint.ref)
+
+
+def in_hub_order(adapter: Adapter, config: Mapping[str, Any] | None) -> Adapter:
+    """The adapter with the rows of q and k in the Hub's order; itself if they are. config: config.json of its base.
+
+    Raises Unsupported without a config, and as `adapter_file.in_hub_order` and `check_heads`. Closing it closes the adapter.
+    """
+    check_heads(adapter, config)
+    if not adapter.turned:
+        return adapter
+    checkpoint = adapter.checkpoint
+    if config is None:
+        what = "its rows of q and k are in llama.cpp's order, which depends on the number of heads, and no config.json says it"
+        raise Unsupported(what, where=checkpoint.ref, fix="name a base that has a config.json")
+    from weightsmith._models.formats.gguf import adapter_file
+
+    source = adapter_file.in_hub_order(checkpoint.source, adapter.turned, config, checkpoint.ref)
+    ordered = Checkpoint(
+        checkpoint.ref, source, ModelFolder(checkpoint.folder, config=checkpoint.config), notes=checkpoint.notes
+    )
+    return replace(adapter, checkpoint=ordered, turned={})

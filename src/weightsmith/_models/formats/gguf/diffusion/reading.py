@@ -1,19 +1,15 @@
-"""GGUF files for ComfyUI: single files of diffusion models, and T5 text encoders.
+"""GGUF files for ComfyUI that are read: single files of diffusion models, and T5 text encoders.
 
 ComfyUI-GGUF (https://github.com/city96/ComfyUI-GGUF) stores a diffusion model under the names of its original file, without the
 prefix `model.diffusion_model.`. `general.architecture` names the family, and no key says more. Rows of a block type must be a
 multiple of its length, so the convolutions of UNets are stored as rows of 256 numbers. The key `comfy.gguf.orig_shape.NAME` has
 the shape of such a tensor, in which its numbers are in the same order.
-
-T5 has llama.cpp's names in GGUF files. Here it has transformers' names, which ComfyUI's text encoder files have too.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,38 +17,16 @@ import numpy as np
 from weightsmith._base.errors import FormatError, Unsupported
 from weightsmith._base.files import DAMAGED, show
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
-from weightsmith._models.formats.gguf.diffusion.spiece import UMT5_TOKENS
+from weightsmith._models.formats.gguf.diffusion.text_encoder import TEXT_ENCODERS, t5_name
 from weightsmith._models.formats.gguf.header import GgufTensor
 from weightsmith._models.formats.gguf.layout import DIFFUSION_ARCHITECTURES, MAX_DIFFUSION_DIMENSIONS
 
-TEXT_ENCODERS = ("t5", "t5encoder")
-"""`general.architecture` of text encoders that have no other architecture here."""
 _SHAPE = "comfy.gguf.orig_shape."
 _FOREIGN = ("pig", "cow")
 """What gguf-connector writes for models of all families."""
 _PREFIXES = ("model.diffusion_model.", "double_blocks.", "joint_blocks.", "input_blocks.")
 """How names of tensors of diffusion models begin, in files that do not state an architecture."""
 _ORIGINAL = "Use the model's original checkpoint, or a file that ComfyUI-GGUF's convert.py wrote"
-
-T5_WHOLE: Mapping[str, str] = MappingProxyType(
-    {"token_embd.weight": "shared.weight", "enc.output_norm.weight": "encoder.final_layer_norm.weight"}
-)
-_T5_LAYER = re.compile(r"enc\.blk\.(\d+)\.(\w+)\.weight")
-T5_PARTS: Mapping[str, str] = MappingProxyType(
-    {
-        "attn_q": "layer.0.SelfAttention.q",
-        "attn_k": "layer.0.SelfAttention.k",
-        "attn_v": "layer.0.SelfAttention.v",
-        "attn_o": "layer.0.SelfAttention.o",
-        "attn_rel_b": "layer.0.SelfAttention.relative_attention_bias",
-        "attn_norm": "layer.0.layer_norm",
-        "ffn_gate": "layer.1.DenseReluDense.wi_0",
-        "ffn_up": "layer.1.DenseReluDense.wi_1",
-        "ffn_down": "layer.1.DenseReluDense.wo",
-        "ffn_norm": "layer.1.layer_norm",
-    }
-)
-"""llama.cpp's name of a part of a layer → transformers'"""
 
 
 def is_single_file(keys: Mapping[str, Any], tensors: Iterable[str], where: str) -> bool:
@@ -81,7 +55,7 @@ def single_file_spec(keys: Mapping[str, Any], tensor: GgufTensor, tensors: Mappi
     """
     dtype = DTYPES["F32"] if tensor.dtype.block > 1 else tensor.dtype
     if keys["general.architecture"] in TEXT_ENCODERS:
-        return TensorSpec(_t5_name(tensor.name, tensors, where), dtype, tensor.shape)
+        return TensorSpec(t5_name(tensor.name, tensors, where), dtype, tensor.shape)
     return TensorSpec(tensor.name, dtype, _shape(keys, tensor, where))
 
 
@@ -101,12 +75,6 @@ def single_file_dtype(tensors: Iterable[GgufTensor]) -> DType:
     return DTYPES["F16" if "F16" in vectors and "BF16" not in matrices else "BF16"]
 
 
-def is_umt5(keys: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> bool:
-    """Whether a file is UMT5's, whose tokenizer ComfyUI reads from the file of the weights."""
-    rows = tensors.get("token_embd.weight")
-    return keys["general.architecture"] in TEXT_ENCODERS and rows is not None and rows.shape[:1] == (UMT5_TOKENS,)
-
-
 def _shape(keys: Mapping[str, Any], tensor: GgufTensor, where: str) -> tuple[int, ...]:
     stated = keys.get(_SHAPE + tensor.name)
     if stated is None:
@@ -116,17 +84,3 @@ def _shape(keys: Mapping[str, Any], tensor: GgufTensor, where: str) -> tuple[int
         what = f"{_SHAPE}{tensor.name} is {show(listed or stated)}, and the tensor has the shape {list(tensor.shape)}"
         raise FormatError(what, where=where, fix=DAMAGED)
     return tuple(listed)
-
-
-def _t5_name(name: str, tensors: Mapping[str, GgufTensor], where: str) -> str:
-    """Transformers' name of a tensor of T5's encoder."""
-    if name in T5_WHOLE:
-        return T5_WHOLE[name]
-    layer = _T5_LAYER.fullmatch(name)
-    if layer is None or layer[2] not in T5_PARTS:
-        what = f"tensor {show(name)} does not belong to the encoder of T5, and only encoders are read"
-        raise Unsupported(what, where=where, fix="Use the model's original checkpoint, or a GGUF file of its encoder.")
-    part = T5_PARTS[layer[2]]
-    if layer[2] == "ffn_up" and f"enc.blk.{layer[1]}.ffn_gate.weight" not in tensors:
-        part = "layer.1.DenseReluDense.wi"  # T5 1.0 has no gate
-    return f"encoder.block.{layer[1]}.{part}.weight"
