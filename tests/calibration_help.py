@@ -26,8 +26,8 @@ from weightsmith._execution.options import RunOptions
 from weightsmith._execution.run import Merged
 from weightsmith._features.any_recipe import prepare_any
 from weightsmith._features.quantisation.options import QuantizeSettings
-from weightsmith._models.formats.exl2 import blocks
-from weightsmith._models.formats.exl2.blocks import ATTENTION, MLP
+from weightsmith._models.formats.exl2 import model as exl2_model
+from weightsmith._models.formats.exl2.model import ATTENTION, MLP
 from weightsmith._outputs.staging import Staging
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._planning.planner.prepared import Prepared
@@ -122,8 +122,8 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[None]:
 @pytest.fixture
 def few_options(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every option of a block that is measured takes time: three for the attention, three for the MLP."""
-    monkeypatch.setattr(blocks, "ATTENTION", ATTENTION[::9])
-    monkeypatch.setattr(blocks, "MLP", MLP[::8])
+    monkeypatch.setattr(exl2_model, "ATTENTION", ATTENTION[::9])
+    monkeypatch.setattr(exl2_model, "MLP", MLP[::8])
 
 
 def prepared_for(source: Any, quantize_settings: QuantizeSettings, name: str = "exl2", seed: int = 0) -> Prepared:

@@ -61,7 +61,7 @@ def _make_measurement() -> None:
     import weightsmith
     from tests.features.quantisation.test_exl2_format import write
     from weightsmith._features.quantisation.exl2 import prepare_model
-    from weightsmith._models.formats.exl2.blocks import Measured, measurement_json
+    from weightsmith._models.formats.exl2.model import Measured, measurement_json
 
     write(Path("m"))
     blocks = prepare_model(weightsmith.plan({"merge_method": "passthrough", "models": [{"model": "m"}]})).blocks

@@ -27,7 +27,7 @@ from weightsmith._features.quantisation.formats import FORMATS
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._features.transplant.approximations import APPROXIMATIONS
 from weightsmith._features.transplant.options import TransplantSettings
-from weightsmith._models.formats.exl2.blocks import HEAD
+from weightsmith._models.formats.exl2.model import HEAD
 from weightsmith._models.formats.unfused import PLAIN_HEAD
 from weightsmith._planning.options import RecipeOptions
 from weightsmith._reports import keywords

@@ -240,7 +240,7 @@ def test_the_program_is_its_version_and_its_code(tmp_path: Path, monkeypatch: py
             "_features/mixture/prompt_gates.py",
             "_methods/ties.py",
             "_models/formats/gguf/writing.py",
-            "_models/formats/exl2/blocks.py",
+            "_models/formats/exl2/model.py",
         ):
             (package / name).write_text((package / name).read_text() + "\n# another\n")
             before, second = second, digest()

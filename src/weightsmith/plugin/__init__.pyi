@@ -50,9 +50,6 @@ from weightsmith._methods.method import Parameter as Parameter
 from weightsmith._methods.method import describe_method as describe_method
 from weightsmith._methods.method import merge_method as merge_method
 from weightsmith._methods.user import names_file as names_file
-
-# stored formats
-from weightsmith._models.ema import names_ema as names_ema
 from weightsmith._models.formats.config import method_of as method_of
 from weightsmith._models.formats.config import plain_dtype as plain_dtype
 from weightsmith._models.formats.decoded import F32 as F32
@@ -80,6 +77,9 @@ from weightsmith._outputs.manifest import compare as compare
 from weightsmith._outputs.manifest import decode_manifest as decode_manifest
 from weightsmith._outputs.manifest import list_files as list_files
 from weightsmith._planning.planner.inputs import is_pattern as is_pattern
+
+# stored formats
+from weightsmith._planning.planner.inputs import names_ema as names_ema
 from weightsmith._planning.recipe import Input as Input
 from weightsmith._planning.recipe import ModelRef as ModelRef
 from weightsmith._planning.recipe import Parameters as Parameters

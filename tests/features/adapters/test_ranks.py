@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from weightsmith._base.errors import ParameterError
-from weightsmith._features.adapters.factors import decompose, rounding_noise
-from weightsmith._features.adapters.ranks import Spectrum, choose_ranks
+from weightsmith._features.adapters.factors import Spectrum, choose_ranks, decompose, rounding_noise
 
 pytest.importorskip("torch")
 

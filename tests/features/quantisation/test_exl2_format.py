@@ -16,9 +16,8 @@ from tests.calibration_help import save_model
 from tests.cli_help import Cli, cli
 from tests.mini import write_checkpoint
 from weightsmith._base.errors import FormatError, NonFinite, PlanError, UnknownName
-from weightsmith._models.formats.exl2.blocks import Measured, measurement_json
 from weightsmith._models.formats.exl2.layout import SUFFIXES, groups_of, loader_config
-from weightsmith._models.formats.exl2.model import prepare_model
+from weightsmith._models.formats.exl2.model import Measured, measurement_json, prepare_model
 from weightsmith._models.formats.exl2.writing import by_norm, dequantise_matrix, parse, store
 from weightsmith._models.formats.hessians import round_plainly
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from weightsmith._base.errors import FormatError
-from weightsmith._models.formats.exl2.blocks import ATTENTION, HEAD, MLP, BlockParams
 from weightsmith._models.formats.exl2.layout import bits_of, groups_of, params, params_from_json, why_illegal
+from weightsmith._models.formats.exl2.model import ATTENTION, HEAD, MLP, BlockParams
 
 LLAMA = {
     **{role: (4096, 4096) for role in "qkvo"},

@@ -21,7 +21,7 @@ from weightsmith._execution.options import RunOptions
 from weightsmith._features.quantisation.formats import FOLLOW_UP
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.formats import find_encoding
-from weightsmith._models.formats.exl2 import blocks
+from weightsmith._models.formats.exl2 import model as exl2_model
 from weightsmith._models.formats.hessians import prepare
 from weightsmith._plans import plan_from_json
 
@@ -61,8 +61,8 @@ def test_errors_are_those_of_transformers_own_blocks(name: str, norm: str, tmp_p
     rows = torch.from_numpy(rows_of(calibration, folder, 256, model.config.bos_token_id)).long()
     layer = model.model.layers[0]
     tried = {
-        "self_attn": (blocks.ATTENTION, {role: f"self_attn.{role}_proj" for role in "qkvo"}, f"model.layers.0.{norm}"),
-        "mlp": (blocks.MLP, {role: f"mlp.{role}_proj" for role in ("gate", "up", "down")}, "model.layers.1"),
+        "self_attn": (exl2_model.ATTENTION, {role: f"self_attn.{role}_proj" for role in "qkvo"}, f"model.layers.0.{norm}"),
+        "mlp": (exl2_model.MLP, {role: f"mlp.{role}_proj" for role in ("gate", "up", "down")}, "model.layers.1"),
     }
     for key, (options, modules, after) in tried.items():
         inputs = {m: states(model, rows, f"model.layers.0.{m}").flatten(0, 1) for m in modules.values()}

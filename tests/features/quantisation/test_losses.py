@@ -19,7 +19,7 @@ from weightsmith._engine.products import find_kind
 from weightsmith._execution.execute import execute
 from weightsmith._execution.options import RunOptions
 from weightsmith._features.quantisation.calibration import costs
-from weightsmith._models.formats.exl2.blocks import ATTENTION, MLP
+from weightsmith._models.formats.exl2.model import ATTENTION, MLP
 from weightsmith._plans import plan_from_json
 
 __all__ = ["few_options"]

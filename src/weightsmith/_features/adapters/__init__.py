@@ -2,8 +2,7 @@
 
 select.py   which modules become factors, which are saved whole; the product that compares all other tensors
 built.py    the model as PEFT sees it, and which of its matrices are matrices of experts
-factors.py  the product with the factors of a layer's matrices
-ranks.py    ranks, by what of a difference is signal
+factors.py  the product with the factors of a layer's matrices; their ranks, by what of a difference is signal
 placing.py  names in PEFT's model, and adapter_config.json; single files: kohya's, diffusers'
 convert.py  `weightsmith convert-lora`: adapters as other programs read them
 renaming.py names of modules in single files, from one program's to another's

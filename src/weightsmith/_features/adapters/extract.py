@@ -31,10 +31,9 @@ from weightsmith._base.errors import (
 from weightsmith._base.tensors import BY_TORCH_NAME, DTYPE_NAMES, DTYPES, DType, TensorSpec
 from weightsmith._base.torch_use import needs_torch
 from weightsmith._features.adapters.built import BuiltModel, built_of, guessed, needs_asking
-from weightsmith._features.adapters.factors import FactorWork
+from weightsmith._features.adapters.factors import FactorWork, Spectrum, choose_ranks
 from weightsmith._features.adapters.options import ExtractSettings
 from weightsmith._features.adapters.placing import AdapterPlaces
-from weightsmith._features.adapters.ranks import Spectrum, choose_ranks
 from weightsmith._features.adapters.report import NAME, AdapterMatrix, Extraction
 from weightsmith._features.adapters.select import (
     Chosen,

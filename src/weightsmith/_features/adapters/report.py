@@ -14,8 +14,7 @@ from weightsmith._base.report.blocks import Block, Column, HeatMap, Mark, Table,
 from weightsmith._base.report.charts import heat_map, picture
 from weightsmith._base.text import markdown_table
 from weightsmith._features.adapters.built import unchecked
-from weightsmith._features.adapters.factors import FactorTarget
-from weightsmith._features.adapters.ranks import Spectrum
+from weightsmith._features.adapters.factors import FactorTarget, Spectrum
 from weightsmith._models.structure.model import LayerPlace
 
 NAME = "extraction"

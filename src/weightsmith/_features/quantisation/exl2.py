@@ -31,16 +31,19 @@ from weightsmith._features.quantisation.base import (
 from weightsmith._features.quantisation.calibration.plan import Chain, calibrate
 from weightsmith._features.quantisation.optimise import Candidate, choose
 from weightsmith._features.quantisation.options import QuantizeSettings
-from weightsmith._models.formats.exl2.blocks import (
+from weightsmith._models.formats.exl2.layout import ARCHITECTURES, ELSEWHERE, OTHER_FORMATS, Params
+from weightsmith._models.formats.exl2.model import (
     LEAST_ERROR,
     BlockParams,
     Measured,
+    Model,
     Sublayer,
     measurement_json,
+    notes,
+    prepare_model,
     read_measurement,
+    store,
 )
-from weightsmith._models.formats.exl2.layout import ARCHITECTURES, ELSEWHERE, OTHER_FORMATS, Params
-from weightsmith._models.formats.exl2.model import Model, notes, prepare_model, store
 from weightsmith._models.formats.unfused import DEFAULT_HEAD_BITS, check_architecture
 from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._plans import PlanDraft, Product

@@ -6,7 +6,6 @@ decoded.py   sources whose weights are decoded from codes on each read
 matrices.py  encodings of weight matrices, and what several formats share of them
 hessians.py  codes that suit what enters a weight
 unfused.py   a model with a step for each matrix, as programs with formats of their own load it
-
 engines.py   which formats the programs that run models load
 
 To add a format, add a file or folder with a `FORMAT`, and its name to `NAMES` (and `OF_FILES`); or a package with an entry

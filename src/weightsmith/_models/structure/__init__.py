@@ -8,7 +8,6 @@
     vocabulary.py  embeddings and heads: names and tying; heads of classifiers
     incomplete.py  what a model seems to lack: tensors of one layer, layers, its last norm
     projections.py  the roles of projections, by their names; how methods treat a tensor; tensors that hold several matrices
-
     perlayer.py lists and maps of config.json with one entry per layer; numbers that determine the kind of each layer
                 (`first_k_dense_replace`)
     resize.py   `resize_config`: config.json after layers were dropped, repeated or reordered

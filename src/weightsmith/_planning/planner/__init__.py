@@ -7,7 +7,8 @@ prepared.py    the draft and the plan with their models: what planning gives
 segments.py    `models`, `slices` and `modules` in one form: runs of output layers, their inputs, the modules that they make,
                and the account of what they leave out
 parameters.py  what each parameter is for each tensor and model, where the recipe says so, and which are wrong
-inputs.py      the models, opened, also those that a pattern such as `./run/checkpoint-*` matches; which gives config, tokenizer
+inputs.py      the models, opened, also those that a pattern such as `./run/checkpoint-*` matches, and moving averages
+               of weights (`model.ckpt+ema`); which gives config, tokenizer
 match.py       which tensor of each model feeds which output tensor, whatever the prefixes
 vocabulary.py  the tokenizer of the output, and the rows of its embeddings
 outputs.py     the output tensors, one step each

@@ -25,7 +25,6 @@ from weightsmith._files.hf_folder import natural_key
 from weightsmith._methods import any_method, code_of
 from weightsmith._methods.method import Method
 from weightsmith._models.checkpoint import Checkpoint
-from weightsmith._models.ema import names_ema
 from weightsmith._models.structure import Structure
 from weightsmith._models.structure.incomplete import seems_to_lack
 from weightsmith._models.structure.parts import find_parts
@@ -56,6 +55,7 @@ from weightsmith._planning.planner.inputs import (
     choose_donor,
     match_patterns,
     missing_models,
+    names_ema,
     number_models,
     open_models,
 )

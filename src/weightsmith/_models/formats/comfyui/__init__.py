@@ -1,7 +1,7 @@
 """ComfyUI's scaled weights: small floats and integers, in single files and folders.
 
-layout.py   names of tensors; scales in the order of a GPU's tiles, and ConvRot's rotation
-reading.py  what a file says of its weights, and weights as numbers
+reading.py  names of tensors; scales in the order of a GPU's tiles, and ConvRot's rotation; what a file says of its weights, and
+            weights as numbers
 writing.py  the encodings
 
 X.weight        F8_E4M3, F8_E5M2 or I8, of any shape; floats also as U8; U8 of two 4-bit floats (nvfp4)
@@ -76,8 +76,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from weightsmith._models.formats.comfyui.layout import METHOD, OLD_SCALE, SETTINGS, TITLE
-from weightsmith._models.formats.comfyui.reading import is_old_scale, read, recognises
+from weightsmith._models.formats.comfyui.reading import METHOD, OLD_SCALE, SETTINGS, TITLE, is_old_scale, read, recognises
 from weightsmith._models.formats.comfyui.writing import WRITES, find
 from weightsmith.abc.stored import Config, StoredFormat, labelled
 

@@ -14,7 +14,7 @@ import numpy as np
 from weightsmith._base.errors import Unsupported
 from weightsmith._base.files import show
 from weightsmith._base.tensors import DTYPES, TensorSpec
-from weightsmith._models.formats.comfyui.layout import (
+from weightsmith._models.formats.comfyui.reading import (
     FACTOR,
     MARKER,
     OLD_SCALE,

@@ -3,9 +3,7 @@
 layout.py   the tensors of a linear layer, and its settings; config.json and the architectures of ExLlamaV2
 reading.py  weights as numbers
 writing.py  the encoding
-blocks.py   the blocks of a model, their candidate settings and sizes; measurement.json
-
-model.py    a whole model under ExLlamaV2's names
+model.py    a whole model under ExLlamaV2's names; its blocks, their candidate settings and sizes; measurement.json
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ Reading:
 layout.py       the bytes of a file, and the layout of new ones
 header.py       the header of a file, parsed and checked
 reading.py      the tensors of files
-
 ollama.py       files that Ollama has pulled, by their manifests
 adapter_file.py LoRA adapters
 

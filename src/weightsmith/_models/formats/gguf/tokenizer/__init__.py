@@ -4,5 +4,4 @@ files.py     the tokenizer's files from the keys, and the keys from the tokenize
 kinds.py     the same of encoders, Unigram and WordPiece; Kimi's tokenizer, from the ranks of tiktoken
 parts.py     what all have in common; what tokenizer.json says and a GGUF file cannot
 chat.py      chat templates, tokens that end a generation
-
 """
