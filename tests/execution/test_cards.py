@@ -7,7 +7,7 @@ import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -258,12 +258,11 @@ def test_the_card_of_a_merge_cites_its_method_and_is_written(here: Path) -> None
 
 
 def test_an_adapter_s_card_counts_too(here: Path) -> None:
-    write_card("base", "license: mit")
     Path("lora").mkdir()
     write_card("lora", "license: cc-by-4.0")
 
     class Applied:
-        alone = False
+        card: ClassVar = {"license": "mit"}
         paths = (Path("base/model.safetensors"), Path("lora/adapter_model.safetensors"))
 
     with prepare(RECIPE) as prepared:

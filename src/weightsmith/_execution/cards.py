@@ -135,12 +135,14 @@ def _models(plan: Plan, inputs: Sequence[Checkpoint]) -> Iterator[tuple[ModelInp
 
 def _parts(plan: Plan, inputs: Sequence[Checkpoint]) -> Iterator[_CardPart]:
     for model, checkpoint in dict(_models(plan, inputs)).items():
-        paths = () if checkpoint is None or checkpoint.alone else checkpoint.paths
-        folders = dict.fromkeys(path.parent for path in paths)
-        for ref, commit, folder in zip_longest(model.ref.split("+"), model.revision.split("+"), folders):
+        cards = []
+        if checkpoint is not None:
+            folders = list(dict.fromkeys(path.parent for path in checkpoint.paths))
+            cards = [checkpoint.card, *map(read_card, folders[1:])]  # of the model, and of an adapter that is applied
+        for ref, commit, card in zip_longest(model.ref.split("+"), model.revision.split("+"), cards):
             if ref:
                 name = ref.removeprefix("hf://")
-                yield _CardPart(name, _is_on_hub(name, commit), {} if folder is None else read_card(folder))
+                yield _CardPart(name, _is_on_hub(name, commit), card or {})
 
 
 _LIBRARIES = {PEFT: "peft", DIFFUSERS_LORA: "diffusers", MLX_ADAPTER: "mlx"}

@@ -24,7 +24,7 @@ from weightsmith._base.text import status
 from weightsmith._files import subfolders
 from weightsmith._files.containers import Naming
 from weightsmith._files.copied import check_copied, choose_copied, copied_files, is_weights, kept_metadata, read_to_choose
-from weightsmith._files.hf_folder import CARD_NAME
+from weightsmith._files.hf_folder import CARD_NAME, read_card
 from weightsmith._files.remote.addresses import HUB, Address, is_address, parse_address
 from weightsmith._models.formats import opening
 from weightsmith._models.formats.config import SETTINGS_FILES, SETTINGS_METADATA
@@ -67,6 +67,7 @@ class ModelFolder:
     path         of the folder
     revision     commit hash of a Hub model, digest of the files' versions at another address, "" otherwise
     config, files, left_out, ignored, alone, repositories, subfolders, parts   see `Checkpoint`
+    said         of the model by its weight files, as the front matter of a card says it
     temporary    the folder, if it is removed when the checkpoint is closed
     """
 
@@ -80,6 +81,7 @@ class ModelFolder:
     repositories: tuple[Repository | RemoteFolder, ...] = ()
     subfolders: tuple[str, ...] = ()
     parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    said: Mapping[str, Any] = field(default_factory=dict)
     temporary: tempfile.TemporaryDirectory[str] | None = None
 
     @classmethod
@@ -103,6 +105,7 @@ class ModelFolder:
             model.repositories,
             model.subfolders,
             model.parts,
+            model._said,
         )
         return replace(of_the_model, **changes)
 
@@ -170,6 +173,7 @@ class Checkpoint(NamedTensors, Closing):
         self.decoded = decoded
         self.plan = plan
         self.verbatim: Verbatim | None = None
+        self._said = folder.said
         self._temporary = folder.temporary
 
     def __fspath__(self) -> str:
@@ -203,6 +207,24 @@ class Checkpoint(NamedTensors, Closing):
             extents = (part for name, spec in self.specs.items() for part in self.extents(name, 0, spec.nbytes))
             stored = sum(extent.nbytes for extent in extents)
         return stored / max(1, self.nbytes)
+
+    @property
+    def card(self) -> dict[str, Any]:
+        """What is said of the model: the front matter of its README.md, and for keys that it lacks what its weight files say.
+
+        A file that was opened without its folder has no README.md. That of a model elsewhere must be fetched before.
+        """
+        said = dict(self._said)
+        if self.alone:
+            return said
+        weights = next((path.absolute() for path in self.paths), None)
+        folder = self.folder.absolute()
+        if weights is not None and not weights.is_relative_to(folder):  # a GGUF file, whose other files are made from it
+            folder = weights.parent
+        card = read_card(folder)
+        if "license" in card:  # its name and link go with it
+            said = {key: value for key, value in said.items() if not key.startswith("license")}
+        return said | card
 
     @property
     def weights(self) -> tuple[str, ...]:
@@ -622,7 +644,7 @@ def _checkpoint(
     checkpoint = Checkpoint(
         ref,
         Foldered(wrapped.source, inner, ref) if inner else wrapped.source,
-        replace(folder, config=wrapped.config),
+        replace(folder, config=wrapped.config, said=opened.card),
         metadata={key: value for key, value in opened.metadata.items() if raw or key not in SETTINGS_METADATA},
         notes=notes,
         decoded=wrapped.kind or opened.decoded,

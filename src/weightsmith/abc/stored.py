@@ -360,6 +360,8 @@ class ModelFiles:
     numbers  (names) → the numbers of these tensors of the draft, which have one each, as the output would store them
     stored_as  (what is read) → how the files of its model have the tensor; None: not so that it can be copied
     undecoded  (what is read) → the index of a model that has the tensors of its files as `stored_as` names them
+    header   (names) → the header of the files of the same model as `donor`, if the output's files of these names, and the
+             tokens in its config.json, are made from it; else {}
     """
 
     origins: Sequence[ModelOrigin]
@@ -370,6 +372,7 @@ class ModelFiles:
     numbers: Callable[[Sequence[str]], Mapping[str, float]] = lambda _names: {}
     stored_as: Callable[[Read], StoredAs | None] = lambda _read: None
     undecoded: Callable[[Read], int] = lambda read: read.model
+    header: Callable[[Sequence[str]], Mapping[str, Any]] = lambda _names: {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import xxhash
 
@@ -184,14 +184,16 @@ class StoredAs:
 
 @dataclass(frozen=True, slots=True)
 class Verbatim:
-    """The tensors of files as the files have them, for an output of the same format that keeps their bytes.
+    """What files hold as the files have it, for an output of the same format that keeps it.
 
     source     under the files' names; types of blocks as U8, a row of bytes for each row
     stored_as  (a name of the decoded model) → how the files have the tensor; None: not so that it can be copied
+    header     of the files, in the words of their format: what `OpenedFiles.files` say in others
     """
 
     source: Tensors
     stored_as: Callable[[str], StoredAs | None]
+    header: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +205,7 @@ class OpenedFiles:
     notes     warnings for the user
     files     config.json, the tokenizer and other files, of a format whose weight files contain all of the model: name →
               content. They take the place of what is in the folder
+    card      what the files say of the model: its name, licence and origin, with the keys of a model card's front matter
     decoded   the quantisation of the weights, which the source decodes; "" if there is none
     verbatim  the tensors as the files have them; None: `source` has them so
     """
@@ -211,6 +214,7 @@ class OpenedFiles:
     metadata: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[Finding, ...] = ()
     files: Mapping[str, bytes] = field(default_factory=dict)
+    card: Mapping[str, Any] = field(default_factory=dict)
     decoded: str = ""
     verbatim: Verbatim | None = None
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -50,7 +51,7 @@ from weightsmith._features.quantisation.optimise import solve_together
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._files.containers import PLAIN_NAMES
 from weightsmith._files.copied import MAX_COPIED_BYTES
-from weightsmith._files.hf_folder import CARD_NAME, hub_id_of, read_card
+from weightsmith._files.hf_folder import CARD_NAME, hub_id_of
 from weightsmith._files.subfolders import PIPELINE
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.formats import find_encoding, format_of_encoding, formats, formats_for
@@ -71,7 +72,7 @@ from weightsmith._planning.planner.files import NO_CONFIG, joined, lacking
 from weightsmith._planning.planner.pipelines import drop_subfolders
 from weightsmith._planning.planner.prepared import Prepared, model_input
 from weightsmith._planning.planner.tensor_data import numbers_of
-from weightsmith._plans import PLAIN, PlanDraft, Product, Read, Step
+from weightsmith._plans import PLAIN, Plan, PlanDraft, Product, Read, Step
 from weightsmith._plans.codec import has_type
 from weightsmith.abc.product import Arrays, Floats
 from weightsmith.abc.stored import Encoding, ModelFiles, ModelFormat, ModelOrigin, ModelRequest, StoredFormat, Writing
@@ -160,7 +161,7 @@ class WholeFormat(Format):
     def _prepare(self, prepared: Prepared, request: ModelRequest) -> Mapping[str, bytes]:
         """`ModelFormat.prepare` of a draft, which then lists what the output lacks."""
         draft, held = prepared.draft, set[str]()
-        origins = [_origin(checkpoint) for checkpoint in prepared.inputs]
+        origins = [_origin(original) for checkpoint in prepared.inputs for original in _originals(checkpoint)]
         of_donor = partial(_file_of_donor, prepared)
         companions = ModelFiles(
             origins,
@@ -171,6 +172,7 @@ class WholeFormat(Format):
             partial(numbers_of, prepared),
             partial(_stored_as, prepared),
             partial(_undecoded, prepared),
+            partial(_header_of_donor, prepared),
         )
         files = self._format.prepare(draft, companions, request)
         if draft.config is None:  # programs that read the format need no config.json
@@ -247,6 +249,23 @@ def _undecoded(prepared: Prepared, read: Read) -> int:
     return len(prepared.inputs) - 1
 
 
+def _header_of_donor(prepared: Prepared, names: Sequence[str]) -> Mapping[str, Any]:
+    """What the donor's files say in the words of their format, if the output says the same in its files `names`."""
+    from weightsmith._engine.computed import computed_source
+
+    draft: PlanDraft | Plan = prepared.draft
+    donor, config = prepared.inputs[draft.donor], draft.config or {}
+    while True:
+        in_donor = {name for name in names if name in donor.files}
+        if not in_donor <= set(draft.carried) or not draft.files.keys().isdisjoint(names):
+            return {}
+        if (source := computed_source(donor)) is None:
+            break
+        draft, donor = source.plan, source.inputs[source.plan.donor]
+    tokens, in_file = ({key: n for key, n in of.items() if key.endswith("_token_id")} for of in (config, donor.config or {}))
+    return donor.verbatim.header if donor.verbatim is not None and tokens == in_file else {}
+
+
 def _files_of(assembled: Prepared, names: Sequence[str]) -> dict[str, bytes]:
     """Those of some files that the output has."""
     draft = assembled.draft
@@ -270,20 +289,32 @@ def _tensor_of_donor(assembled: Prepared, name: str) -> bytes | None:
     return donor[name].tobytes() if spec is not None and spec.nbytes <= MAX_COPIED_BYTES else None
 
 
+def _originals(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
+    """The model, or those of which it is the result."""
+    from weightsmith._engine.computed import computed_source
+
+    source = computed_source(checkpoint)
+    if source is None:
+        yield checkpoint
+    else:
+        for model in source.inputs:
+            yield from _originals(model)
+
+
 def _origin(checkpoint: Checkpoint) -> ModelOrigin:
     """What a model is called, and its card."""
     checkpoint.fetch([CARD_NAME])
     if checkpoint.repositories:
         address = checkpoint.repositories[0].name
         name = address.rstrip("/").rpartition("/")[2] if "://" in address else address
-        return ModelOrigin(name, read_card(checkpoint.folder))
+        return ModelOrigin(name, checkpoint.card)
     weights = next((path.absolute() for path in checkpoint.paths), None)
     folder = checkpoint.folder.absolute()
     if weights is not None and not weights.is_relative_to(folder):  # a GGUF file, whose other files are made from it
         folder = weights.parent
     if checkpoint.alone and weights is not None and weights.stem != "model":
-        return ModelOrigin(weights.stem)
-    return ModelOrigin(hub_id_of(str(folder)) or folder.name or "model", {} if checkpoint.alone else read_card(folder))
+        return ModelOrigin(weights.stem, checkpoint.card)
+    return ModelOrigin(hub_id_of(str(folder)) or folder.name or "model", checkpoint.card)
 
 
 # ---- types for a size

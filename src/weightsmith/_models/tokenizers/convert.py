@@ -65,7 +65,7 @@ def bpe(vocab: Mapping[str, int], merges: Sequence[Any], **settings: Any) -> Jso
 
 def ways(token: str, parts: Container[str]) -> list[tuple[str, str]]:
     """The ways to put a token together from two parts."""
-    return [(token[:i], token[i:]) for i in range(1, len(token)) if token[:i] in parts and token[i:] in parts]
+    return [(first, token[i:]) for i in range(1, len(token)) if (first := token[:i]) in parts and token[i:] in parts]
 
 
 def template(single: Sequence[tuple[str, int]], pair: Sequence[tuple[str, int]], ids: Mapping[str, int]) -> Json:

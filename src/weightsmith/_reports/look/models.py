@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 from weightsmith._base.errors import PlanError, UnknownName, WeightsmithError, nearest
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._files.copied import is_tokenizer
-from weightsmith._files.hf_folder import CARD_NAME, read_card
+from weightsmith._files.hf_folder import CARD_NAME
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Structure
 from weightsmith._models.structure.model import OUTSIDE as OUTSIDE
@@ -296,21 +296,21 @@ def _compare_tokenizers(a: Vocabulary | None, b: Vocabulary | None) -> Tokenizer
 
 def lineage(model: Checkpoint) -> tuple[str, ...]:
     """The models that a model was made from, as its card says."""
-    named = read_card(model.folder).get("base_model") if not model.alone else None
+    named = model.card.get("base_model")
     names = named if isinstance(named, list) else [named]
     return tuple(name for name in names if isinstance(name, str) and name)
 
 
 def licence(model: Checkpoint) -> str:
     """The licence that a model's card names; "" if none."""
-    card = {} if model.alone else read_card(model.folder)
+    card = model.card
     name = card.get("license_name") or card.get("license")
     return name if isinstance(name, str) else ""
 
 
 def is_merge(model: Checkpoint) -> bool:
     """Whether the card says that the model was merged: by the Hub's relation, or by the tags that merging programs write."""
-    card = {} if model.alone else read_card(model.folder)
+    card = model.card
     tags = card.get("tags")
     return card.get("base_model_relation") == "merge" or (
         isinstance(tags, list) and not {"merge", "mergekit"}.isdisjoint(map(str, tags))

@@ -11,12 +11,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from weightsmith._base.errors import Finding, nearest
 from weightsmith._base.files import show
+from weightsmith._files.hf_folder import MAX_FRONT_CHARACTERS
 from weightsmith._models.formats.gguf.base.architecture import GgufArchitecture
+from weightsmith._models.formats.gguf.header import GgufHeader
 from weightsmith._models.formats.gguf.layout import Value, ValueType
-from weightsmith._models.formats.gguf.tokenizer.chat import NAMED_TEMPLATE
+from weightsmith._models.formats.gguf.tokenizer.chat import CHAT_TEMPLATE, NAMED_TEMPLATE, template_keys
 from weightsmith._models.formats.gguf.tokenizer.files import READ, tokenizer_keys
+from weightsmith._models.formats.gguf.tokenizer.parts import name_like, object_of
 from weightsmith._models.tokenizers.files import settings_in
 from weightsmith._plans import PlanDraft
 from weightsmith.abc.stored import ModelFiles, ModelOrigin
@@ -41,15 +46,59 @@ def keys_of_files(
     rows    of the embedding
     stated  by the user, who knows better than the model card
 
-    See `pooling.py` for those of embedding models.
+    Those of a tokenizer that comes from a GGUF file, unchanged, are that file's. `pooling.py` has those of embedding models.
     """
     templates = [name for name in dict.fromkeys([*draft.carried, *draft.files]) if NAMED_TEMPLATE.fullmatch(name)]
-    files = companions.read((*READ, GENERATION, *templates))
     keys = with_stated(origin_keys(companions.origins), stated)
     name = str(keys["general.name"].value) if "general.name" in keys else ""  # a folder may be called "-"
+    in_file = companions.header((*(name for name in READ if name not in _SETTINGS), GENERATION))
+    if _is_tokenizer_of(in_file, architecture, rows) and (kept := _kept(in_file, companions, templates)):
+        name = name_like(name, str(in_file["general.name"].value) if "general.name" in in_file else "")
+        return {**keys, **({"general.name": Value("str", name)} if name else {}), **kept}, []
+    files = companions.read((*READ, GENERATION, *templates))
     tokenizer, warnings = tokenizer_keys(files, config, architecture, rows, name)
     sampling = sampling_keys(settings_in(files[GENERATION])) if GENERATION in files else {}
     return {**keys, **sampling, **tokenizer}, warnings
+
+
+_SETTINGS = ("tokenizer_config.json", "chat_template.jinja", "chat_template.json")
+"""The files of `READ` with a chat template."""
+_KEPT = ("tokenizer.", "general.sampling.")
+
+
+def _is_tokenizer_of(in_file: Mapping[str, Value], architecture: GgufArchitecture, rows: int) -> bool:
+    """Whether a file of this architecture has a token for each row. in_file: from `values_of`; {} for no file."""
+    tokens = in_file.get("tokenizer.ggml.tokens")
+    same = Value("str", architecture.name) == in_file.get("general.architecture")
+    return same and tokens is not None and isinstance(tokens.value, list) and len(tokens.value) == rows
+
+
+def _kept(in_file: Mapping[str, Value], companions: ModelFiles, templates: Sequence[str]) -> dict[str, Value]:
+    """The keys of the file, with the chat templates that the output has; {} if it has other settings of the tokenizer.
+
+    templates  names of files of templates that have a name
+    """
+    names = (*_SETTINGS, *templates)
+    files = companions.read(names)
+    before = {name: data for name in names if (data := companions.donor(name)) is not None}
+    settings, others = (object_of(contents, "tokenizer_config.json") for contents in (files, before))
+    if {**settings, "chat_template": ""} != {**others, "chat_template": ""}:
+        return {}
+    keys = {key: value for key, value in in_file.items() if key.startswith(_KEPT)}
+    if dict(files) == before:
+        return keys
+    keys = {key: value for key, value in keys.items() if not key.startswith(CHAT_TEMPLATE)}
+    return keys | template_keys(files, settings, object_of(files, "chat_template.json"))
+
+
+def values_of(header: GgufHeader) -> dict[str, Value]:
+    """The keys of a file that `keys_of_files` may keep, and those by which it decides."""
+    names = [key for key in header.keys if key.startswith(_KEPT) or key in ("general.architecture", "general.name")]
+    values = {name: header.keys[name] for name in names}
+    return {
+        name: Value(header.kinds[name], value.tolist() if isinstance(value, np.ndarray) else value)
+        for name, value in values.items()
+    }
 
 
 def said_generation(draft: PlanDraft, companions: ModelFiles, about: Mapping[str, Value]) -> list[str]:
@@ -149,6 +198,7 @@ _SAMPLING: Mapping[str, tuple[str, ValueType]] = {
     "temperature": ("temp", "f32"),
 }
 """Settings of generation_config.json, and llama.cpp's names and types of them."""
+_MOST_TEXTS = 1_000
 _MOST = 1e30  # NaN and infinities are not below
 
 
@@ -185,6 +235,37 @@ def origin_keys(origins: Sequence[ModelOrigin]) -> dict[str, Value]:
         bases = [_base(origin.id) for origin in origins]
     keys = {f"general.{name}": _value(value) for name, value in values.items() if value}
     return keys | _base_keys(bases)
+
+
+def card_of_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """What the keys of a GGUF file say of its model, as a model card says it: the inverse of `origin_keys` for one model.
+
+    Without the name: files are renamed, and a merge is named after the files.
+
+    >>> card_of_keys({"general.license": "mit", "general.languages": ["en"], "general.size_label": "7B"})
+    {'license': 'mit', 'language': ['en']}
+    """
+    names = {there: here[0] for there, here in _TEXTS.items()} | _LICENCE
+    card: dict[str, Any] = {here: text for there, here in names.items() if (text := _short_text(keys.get(f"general.{there}")))}
+    for there, here in (("tags", "tags"), ("languages", "language")):
+        if texts := [text for text in _texts_of(keys.get(f"general.{there}"))[:_MOST_TEXTS] if _short_text(text)]:
+            card[here] = texts
+    count = keys.get("general.base_model.count")
+    bases = []
+    for number in range(min(count, _MOST_TEXTS) if type(count) is int else 0):
+        values = {name: _short_text(keys.get(f"general.base_model.{number}.{name}")) for name in _OF_BASES}
+        bases.append({name: text for name, text in values.items() if text})
+    pages = [_HUB_PAGE.fullmatch(base.get("repo_url", "")) for base in bases]
+    if bases and all(pages):
+        card["base_model"] = [page[1] for page in pages if page is not None]
+    elif bases:
+        card["base_models"] = [base for base in bases if base]
+    return card
+
+
+def _short_text(value: object) -> str:
+    """A text that a model card could hold, else ""."""
+    return value if isinstance(value, str) and len(value) <= MAX_FRONT_CHARACTERS else ""
 
 
 def _base_keys(bases: Sequence[Mapping[str, str]]) -> dict[str, Value]:
@@ -228,6 +309,21 @@ def sampling_keys(generation: Mapping[str, Any]) -> dict[str, Value]:
         elif kind == "f32" and isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MOST:
             keys[f"general.sampling.{there}"] = Value(kind, float(value))
     return keys
+
+
+def generation_of_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of generation_config.json that the keys of a GGUF file state: the inverse of `sampling_keys`.
+
+    >>> generation_of_keys({"general.sampling.temp": 0.5, "general.sampling.top_k": "many"})
+    {'temperature': 0.5}
+    """
+    stated = {here: keys.get(f"general.sampling.{there}") for here, (there, _) in _SAMPLING.items()}
+    whole = {here for here, (_, kind) in _SAMPLING.items() if kind == "i32"}
+    return {
+        here: value
+        for here, value in stated.items()
+        if type(value) is int or (type(value) is float and here not in whole and abs(value) < _MOST)
+    }
 
 
 def is_said(setting: str) -> bool:

@@ -28,6 +28,7 @@ from weightsmith._models.formats.gguf.layout import (
     MAX_DIFFUSION_DIMENSIONS,
     MAX_DIMENSIONS,
     TYPES,
+    ValueType,
 )
 
 ADAPTER_TYPE = "adapter"
@@ -68,6 +69,7 @@ class GgufHeader:
     """All that the header of one file says, checked.
 
     keys     numbers, texts, and lists (numpy arrays of numbers, lists of str)
+    kinds    the type of each of these values, or of what is in a list
     tensors  in the order of their bytes
     state    of the file, taken before its header was read
     digest   xxh3_128 of the header's bytes and of `small`, hex
@@ -75,6 +77,7 @@ class GgufHeader:
     """
 
     keys: Mapping[str, Any]
+    kinds: Mapping[str, ValueType]
     tensors: tuple[GgufTensor, ...]
     state: FileState
     digest: str
@@ -136,6 +139,7 @@ class _Reader:
         self.nbytes = file.state.nbytes
         self.data = b""
         self.at = 0
+        self.kinds: dict[str, ValueType] = {}
 
     def header(self) -> GgufHeader:
         self._check_start()
@@ -149,7 +153,7 @@ class _Reader:
         digest = xxhash.xxh3_128(memoryview(self.data)[: self.at])
         for values in small.values():
             digest.update(values.tobytes())
-        return GgufHeader(keys, tensors, self.file.state, digest.hexdigest(), small)
+        return GgufHeader(keys, self.kinds, tensors, self.file.state, digest.hexdigest(), small)
 
     def value_of(self, name: str) -> Any:
         """The value of one key; None without it. What follows it is not read."""
@@ -251,12 +255,13 @@ class _Reader:
 
     def value(self, key: str) -> Any:
         """The value of a key."""
-        kind = self.kind(key)
+        kind = self.kinds[key] = self.kind(key)
         if kind == "str":
             return self.text(f"the value of {show(key)}", MAX_HEADER_BYTES)
         if kind != "array":
             return self.unpack(FORMATS[kind])[0]
         kind, count = self.kind(key), self.unpack("Q")[0]
+        self.kinds[key] = kind
         if kind == "array":
             raise Unsupported(f"the value of {show(key)} is a list of lists", where=str(self.path), fix=DAMAGED)
         if kind == "str":
@@ -289,11 +294,11 @@ class _Reader:
             self.at = end
         return texts
 
-    def kind(self, key: str) -> str:
+    def kind(self, key: str) -> ValueType:
         (number,) = self.unpack("I")
         if number >= len(KINDS):
             raise self.wrong(f"the value of {show(key)} has the type {number:,}, which does not exist")
-        return str(KINDS[number])
+        return KINDS[number]
 
     def text(self, what: str, most: int) -> str:
         (length,) = self.unpack("Q")

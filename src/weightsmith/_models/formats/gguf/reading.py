@@ -24,6 +24,7 @@ from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._files.arrays import view_of
 from weightsmith._files.hf_folder import FolderWeights, natural_key
 from weightsmith._models.formats.decoded import DecodedTensors, Weight
+from weightsmith._models.formats.gguf.about import GENERATION, card_of_keys, generation_of_keys, values_of
 from weightsmith._models.formats.gguf.architectures import architecture_of_file
 from weightsmith._models.formats.gguf.base.architecture import Contents, GgufArchitecture
 from weightsmith._models.formats.gguf.base.tensors import is_decay, predicts
@@ -46,7 +47,7 @@ from weightsmith._models.formats.gguf.verbatim import GgufBytes, as_bytes
 from weightsmith._models.formats.gguf.writing import GgufEncoding, dequantise, from_llama_order, libgguf
 from weightsmith._models.sources.composed import Foldered, StateDict
 from weightsmith._models.sources.files import FileTensors, SourceFile, unite
-from weightsmith._models.tokenizers.files import json_bytes
+from weightsmith._models.tokenizers.files import json_bytes, settings_in
 from weightsmith.abc.tensors import FileKind, Index, OpenedFiles, StoredAs, StoredPart, Tensors, Verbatim
 
 SUFFIX = ".gguf"
@@ -316,6 +317,8 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
         fix = "merge it with GGUF files alone, and apply no adapter of the original"
         notes = [*notes, Finding(what, where, fix=fix)]
     other_files |= {"config.json": json_bytes(config), **pooling_files(first.keys, architecture.name)}
+    if sampling := generation_of_keys(first.keys):
+        other_files[GENERATION] = json_bytes(settings_in(other_files.get(GENERATION, b"{}")) | sampling)
     whole = GgufTensors(stored, files, where, dtype, first.keys.get("general.file_type"))
     weights, padded = _moved(whole, architecture, GgufConfig(config), dtype, where)
     if architecture.in_keys:
@@ -326,8 +329,9 @@ def open_files(paths: Sequence[Path], index: Index | None, where: str, open_file
         source,
         notes=(*notes, *padded),
         files=other_files,
+        card=card_of_keys(first.keys),
         decoded=_most_blocks(tensors.values()),
-        verbatim=Verbatim(GgufBytes(headers, files, where), source.stored_as),
+        verbatim=Verbatim(GgufBytes(headers, files, where), source.stored_as, values_of(first)),
     )
 
 
@@ -375,7 +379,7 @@ def _open_single_file(
             what = "the file has no tokenizer, and ComfyUI reads that of UMT5 from the same file"
             fix = f"add the tensor {SPIECE} of ComfyUI's own file of UMT5 to the output"
             notes.append(Finding(what, "token_embd.weight", fix=fix))
-    return OpenedFiles(source, notes=tuple(notes), decoded=_most_blocks(tensors.values()))
+    return OpenedFiles(source, notes=tuple(notes), card=card_of_keys(keys), decoded=_most_blocks(tensors.values()))
 
 
 def _most_blocks(tensors: Iterable[GgufTensor]) -> str:

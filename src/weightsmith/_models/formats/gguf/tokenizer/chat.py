@@ -19,7 +19,7 @@ from weightsmith._models.tokenizers.files import TEMPLATE_FILE
 NAMED_TEMPLATE = re.compile(r"additional_chat_templates/(\w[\w.-]*)\.jinja", re.ASCII)
 """Files of templates that have a name, such as `tool_use`."""
 
-_KEY = "tokenizer.chat_template"
+CHAT_TEMPLATE = "tokenizer.chat_template"
 _DEFAULT = "default"
 
 
@@ -33,11 +33,11 @@ def template_keys(files: Mapping[str, bytes], settings: Mapping[str, Any], old: 
     [('tokenizer.chat_template', Value(kind='str', value='A'))]
     """
     templates = _in_files(files) or _stated(settings.get("chat_template")) or _stated(old.get("chat_template"))
-    values = {_KEY: Value("str", templates[_DEFAULT])} if _DEFAULT in templates else {}
+    values = {CHAT_TEMPLATE: Value("str", templates[_DEFAULT])} if _DEFAULT in templates else {}
     # as gguf-py: names of keys are letters, digits and underscores
     named = {re.sub(r"[^A-Za-z0-9]", "_", name): text for name, text in templates.items() if name != _DEFAULT}
-    values |= {f"{_KEY}.{name}": Value("str", text) for name, text in named.items()}
-    return values | ({f"{_KEY}s": Value("str", list(named))} if named else {})
+    values |= {f"{CHAT_TEMPLATE}.{name}": Value("str", text) for name, text in named.items()}
+    return values | ({f"{CHAT_TEMPLATE}s": Value("str", list(named))} if named else {})
 
 
 def _in_files(files: Mapping[str, bytes]) -> dict[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from weightsmith._base.errors import Finding, FormatError, Unsupported
@@ -207,8 +208,8 @@ def _guessed(keys: Mapping[str, Any], where: str) -> list[Finding]:
     known = pre == "falcon" or pre in _BY_NAME or pre in _DIGITS or pre in _WHOLE
     if known or keys.get("tokenizer.ggml.model") != "gpt2":
         return []
-    what = f"the tokenizer splits text as GPT-2's does, because the way called {show(pre)} (tokenizer.ggml.pre) is not known"
-    return [Finding(what, where, fix="compare its tokens with those of the original tokenizer")]
+    what = f"tokenizer.json splits text as GPT-2's does, because the way called {show(pre)} (tokenizer.ggml.pre) is not known"
+    return [Finding(what, where, fix="compare its tokens with those of the original tokenizer, unless you write a GGUF file")]
 
 
 _Parts = Callable[[Mapping[str, Any], Sequence[str], Sequence[int], str], dict[str, Any]]
@@ -303,11 +304,12 @@ def _sentencepiece(
 
 def _merges(numbers: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
     """The merges that a vocabulary with scores implies, best first: every way to put a token together from two others."""
-    merges: list[tuple[float, int, int, str, str]] = []
-    for token, i in numbers.items():
-        pairs = sorted(ways(token, numbers), key=lambda pair: (numbers[pair[0]], numbers[pair[1]]))
-        merges += [(scores[i], len(first), len(second), first, second) for first, second in pairs]
-    merges.sort(key=lambda merge: merge[:3], reverse=True)
+    merges = [
+        (scores[i], len(first), len(second), first, second)
+        for token, i in numbers.items()
+        for first, second in ways(token, numbers)
+    ]
+    merges.sort(key=itemgetter(0, 1, 2), reverse=True)
     return [merge[3:] for merge in merges]
 
 

@@ -256,11 +256,21 @@ def recognised_name(name: str, special: Iterable[str], stripping: frozenset[str]
     'my-phi 3'
     """
     listed = set(special)
-    if stripping and stripping == listed - {*_PHI3_PLAIN} and listed.issuperset((*_PHI3_PLAIN, "</s>")):
-        if _PHI3.search(name):
-            return name
-        return _ALMOST_PHI3.sub("Phi-3", name, count=1) if _ALMOST_PHI3.search(name) else f"{name} (Phi-3)".lstrip()
-    return _PHI3.sub(lambda match: f"{match[0][:3]} 3", name)
+    swallow = stripping and stripping == listed - {*_PHI3_PLAIN} and listed.issuperset((*_PHI3_PLAIN, "</s>"))
+    return name_like(name, "phi-3" if swallow else "")
+
+
+def name_like(name: str, like: str) -> str:
+    """A model's name, with "phi-3" if `like` has it, else without.
+
+    >>> name_like("My Phi 3", "phi3-mini"), name_like("phi-3 and others", "")
+    ('My Phi-3', 'phi 3 and others')
+    """
+    if not _PHI3.search(like):
+        return _PHI3.sub(lambda match: f"{match[0][:3]} 3", name)
+    if _PHI3.search(name):
+        return name
+    return _ALMOST_PHI3.sub("Phi-3", name, count=1) if _ALMOST_PHI3.search(name) else f"{name} (Phi-3)".lstrip()
 
 
 def unsaid(
