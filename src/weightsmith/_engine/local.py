@@ -173,12 +173,11 @@ class Run:
     def _begin(self, step: Step) -> list[LeafPass]:
         """The passes of a step; a step of no elements is complete at once."""
         active = ActiveStep(step)
-        origin, align = 0, self._encoder.begin(active)
-        for leaf in step.leaves:
+        align = self._encoder.begin(active)
+        for leaf, target, origin in step.places:
             if leaf.out.size:
-                job = None if leaf.op == COPY else self._job(leaf)
-                active.leaves.append(self._encoder.reserve(LeafPass(active, leaf, job, origin, self.reader.cuts(leaf, align))))
-            origin += leaf.out.size
+                job, cuts = None if leaf.op == COPY else self._job(leaf), self.reader.cuts(leaf, align)
+                active.leaves.append(self._encoder.reserve(LeafPass(active, leaf, job, origin, cuts, target=target)))
         active.unfinished = len(active.leaves)
         if not active.leaves:
             self._step_done(active)

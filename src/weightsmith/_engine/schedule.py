@@ -24,7 +24,6 @@ import numpy.typing as npt
 
 from weightsmith._base.tensors import TensorSpec, grain_elements
 from weightsmith._engine.resources import RESIDENT_BYTES, Cut
-from weightsmith._models.formats import find_encoding
 from weightsmith._outputs.checksum import DIGEST_BYTES, combine, grain_bytes, hash_grains
 from weightsmith._plans import PLAIN, Product, Step
 from weightsmith.abc.job import Bytes, Job, Matrix
@@ -152,7 +151,7 @@ class ActiveStep:
         self.unfinished = 0
         self.differing = self.nonfinite = False
         self.gathered: Gathered | None = None
-        self.encoded = step.encoding != PLAIN and not find_encoding(step.encoding).verbatim
+        self.encoded = step.encoding != PLAIN and not step.verbatim
 
     @property
     def distance(self) -> tuple[float, float] | None:
@@ -193,19 +192,29 @@ class LeafPass(ActivePass):
     leaf       the step that makes it: the tensor's, or a piece of it
     inputs     how those of the leaf are read; None until the first tile
     origin     index in the tensor of the leaf's first element
+    target     number of the tensor to write that it is part of
     applies    whether the last pass is that which writes; False: it ends with the statistics, and keeps its job
     distances  of its grains: squared norms of out - base and of the base, float64 [grains, 2]; only if it has a base
     constants  a NaN or an infinity that all inputs share was found in the first pass
     """
 
     def __init__(
-        self, active: ActiveStep, leaf: Step, job: Job | None, origin: int, cuts: list[Cut], *, applies: bool = True
+        self,
+        active: ActiveStep,
+        leaf: Step,
+        job: Job | None,
+        origin: int,
+        cuts: list[Cut],
+        *,
+        target: int = 0,
+        applies: bool = True,
     ) -> None:
         self.active = active
         self.leaf = leaf
         self.inputs: InputReads | None = None
         self.job = job
         self.origin = origin
+        self.target = target
         self.cuts = cuts
         self.applies = applies
         self.grain = grain_elements(leaf.out.shape)

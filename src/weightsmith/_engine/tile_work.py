@@ -313,7 +313,7 @@ class Copier:
         if leaf.active.encoded or isinstance(view, Gather) or not (view is None or view.whole_rows):
             return False
         source = self._reader.source(read).location(read.tensor)
-        target = self._output.location(leaf.active.step.outs[0].name)
+        target = self._output.location(leaf.active.step.outs[leaf.target].name)
         if source is None or target is None or not self._shares(target[0]):
             return False
         from_offset = source[1] + (first + (0 if view is None else view.offset)) * width
@@ -362,11 +362,10 @@ class TileEncoder:
 
     def memory(self, leaf: LeafPass, place: Cut, buffers: Buffers) -> Bytes:
         """Memory for a tile of the result, before it is encoded."""
-        step = leaf.active.step
-        width = step.out.dtype.itemsize
+        step, width = leaf.active.step, leaf.leaf.out.dtype.itemsize
         if leaf.active.encoded:
             return buffers.numbers(place.size * width)
-        at = self._output.location(step.outs[0].name)
+        at = self._output.location(step.outs[leaf.target].name)
         return buffers.out(place.size * width, (at[1] if at else 0) + (leaf.origin + place.start) * width)
 
     def write(self, leaf: LeafPass, place: Cut, data: Bytes, buffers: Buffers, *, copied: bool = False) -> int:
@@ -376,11 +375,10 @@ class TileEncoder:
             return self._gather(active, active.gathered, first, data)
         if active.encoded:
             return self._write_encoded(active, first, data, buffers)
-        spec = active.step.out
-        start = first * spec.dtype.itemsize
+        start = first * leaf.leaf.out.dtype.itemsize
         if not copied:
-            self._output.write(active.step.outs[0].name, start, data)
-        active.hashes[0].update(start, data)
+            self._output.write(active.step.outs[leaf.target].name, start, data)
+        active.hashes[leaf.target].update(start, data)
         return data.size
 
     def _gather(self, active: ActiveStep, gathered: Gathered, first: int, numbers: Bytes) -> int:

@@ -290,8 +290,8 @@ def _moved(plan: Plan, distance: tuple[Moved, ...]) -> str:
     if not distance:
         return ""
     what = f"Frobenius norms of merged - base{_sentences(plan.provenance.distance)}."
-    if plan.copies_blocks:
-        what += " Tensors that are copied from GGUF files do not count."
+    if plan.copies_codes:
+        what += " Weights whose codes are copied from an input do not count."
     return f"\n## Distance from the base\n\n{what}\n\n{to_markdown(distance)}\n"
 
 

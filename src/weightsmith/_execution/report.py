@@ -169,7 +169,7 @@ def merge_report(
     known = bool(distance) and math.isfinite(distance[0].share)
     if known:
         share = written(distance[0].share, "share")
-        weights = "the weights that are not copied from GGUF files" if plan.copies_blocks else "all weights"
+        weights = "the weights whose codes are not copied" if plan.copies_codes else "all weights"
         summary = [f"{name} is {share} away from its base, by the Frobenius norm of {weights}.", *summary]
     numbers = [("distance from the base", written(distance[0].share, "share"))] if known else []
     numbers += [("tensors", f"{len(plan.steps):,}"), ("size", size(plan.nbytes))]
@@ -247,7 +247,7 @@ def _tensors(plan: Plan, places: Mapping[str, LayerPlace], squares: Squares) -> 
         (
             step.out.name,
             step.op,
-            " x ".join(map(str, step.shown.shape)),
+            " x ".join(map(str, step.out.shape)),
             step.out.dtype.name if step.encoding == PLAIN else step.encoding,
             step.nbytes,
             _share(squares, [step.out.name]),

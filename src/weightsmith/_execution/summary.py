@@ -38,7 +38,7 @@ from weightsmith._outputs.bucket_store import CLAIM_WRITES, look_requests, put_r
 from weightsmith._outputs.hub_repository import COMMIT_REQUESTS, FILE_REQUESTS, LARGE_NAMES, LARGE_REQUESTS, REGULAR_BYTES
 from weightsmith._outputs.places import place_of
 from weightsmith._planning.follow_ups import follow_up_kind
-from weightsmith._planning.planner.encode import stored_plain
+from weightsmith._planning.planner.encode import COPIED, stored_plain
 from weightsmith._planning.planner.prepared import Prepared, stream
 from weightsmith._plans import PLAIN, PRODUCTS, Plan, Product, Read, Step
 from weightsmith._plans.summary import (
@@ -172,7 +172,7 @@ def _ops(plan: Plan) -> tuple[OpFacts, ...]:
 def _kinds(steps: Sequence[Step]) -> tuple[KindFacts, ...]:
     facts = [
         KindFacts(
-            kind, len(alike), sum(out.nbytes for step in alike for out in step.outs), sum(step.shown.size for step in alike)
+            kind, len(alike), sum(out.nbytes for step in alike for out in step.outs), sum(step.out.size for step in alike)
         )
         for kind, alike in grouped((_kind(step.out), step) for step in steps).items()
     ]
@@ -279,7 +279,7 @@ def _modules(prepared: Prepared, shown: Plan) -> tuple[ModuleFacts, ...]:
 
 
 def _stored(plan: Plan) -> tuple[StoredFacts, ...]:
-    why = stored_plain(plan) | calibrated_tensors(plan)
+    why = stored_plain(plan) | calibrated_tensors(plan) | {step.out.name: COPIED for step in plan.steps if step.verbatim}
     steps = plan.steps if plan.encodings else ()
     groups = grouped(((step.encoding, why.get(step.out.name, "")), step) for step in steps)
     facts = [

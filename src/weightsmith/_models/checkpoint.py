@@ -175,6 +175,7 @@ class Checkpoint(NamedTensors, Closing):
         self.verbatim: Verbatim | None = None
         self._said = folder.said
         self._temporary = folder.temporary
+        self._decoded: Checkpoint | None = None
 
     def __fspath__(self) -> str:
         """What names this model in recipes and calls, so that it can be passed there: models on the Hub with their commits.
@@ -336,9 +337,11 @@ class Checkpoint(NamedTensors, Closing):
         return read(self, name, rows, where=self.ref)
 
     def undecoded(self) -> Checkpoint:
-        """The same files, with their tensors as `verbatim` has them. Close it; this one may be closed before."""
+        """The same files, with their tensors as `verbatim` has them. To close it closes this one too."""
         assert self.verbatim is not None
-        return Checkpoint(self.ref, self.verbatim.source, ModelFolder.like(self, config=None, files=()))
+        undecoded = Checkpoint(self.ref, self.verbatim.source, ModelFolder.like(self, config=None, files=()))
+        undecoded._decoded = self
+        return undecoded
 
     def check_unchanged(self) -> None:
         """Raise CheckpointError, naming the file, if a weight file differs from when it was opened."""
@@ -347,6 +350,8 @@ class Checkpoint(NamedTensors, Closing):
     def close(self) -> None:
         """Close all files, once no thread reads any more. May be called twice."""
         self.source.close()
+        if self._decoded is not None:
+            self._decoded.close()
         if self._temporary is not None:
             self._temporary.cleanup()
 
@@ -649,8 +654,8 @@ def _checkpoint(
         notes=notes,
         decoded=wrapped.kind or opened.decoded,
     )
-    if wrapped.source is opened.source and not inner:
-        checkpoint.verbatim = opened.verbatim
+    if not inner:
+        checkpoint.verbatim = opening.verbatim_of(wrapped, opened)
     return checkpoint
 
 

@@ -29,6 +29,7 @@ from weightsmith._plans.codec import (
     invalid,
 )
 from weightsmith._plans.values import (
+    COPY,
     JOIN,
     PLAIN,
     PRODUCTS,
@@ -213,7 +214,7 @@ def _check(plan: Plan) -> None:
 
 def _check_step(plan: Plan, step: Step, products: set[str], arrays: set[str]) -> None:
     at = f"step {step.out.name}"
-    if (step.op == JOIN) != bool(step.pieces):
+    if (step.op == JOIN) != bool(step.pieces) and not step.verbatim:
         raise invalid(at, "a join must have pieces, and other steps must not")
     if any(piece.pieces or piece.op == JOIN for piece in step.pieces):
         raise invalid(at, "a piece cannot contain pieces")
@@ -221,13 +222,15 @@ def _check_step(plan: Plan, step: Step, products: set[str], arrays: set[str]) ->
         raise invalid(at, "an encoding other than plain must list its stored tensors")
     if step.weighted >= 0 and (step.weighted >= len(plan.tables) or step.encoding == PLAIN):
         raise invalid(at, f"there is no table {step.weighted}, or no encoding that takes it")
-    if step.pieces and sum(piece.out.size for piece in step.pieces) != step.out.size:
+    if step.verbatim:
+        _check_verbatim(step, at)
+    elif step.pieces and sum(piece.out.size for piece in step.pieces) != step.out.size:
         raise invalid(at, f"its pieces do not have {step.out.size:,} elements in total")
     needs = (*step.needs, *(name for piece in step.pieces for name in piece.needs))
     if not products.issuperset(needs):
         raise invalid(at, f"it needs {needs}, which are not all products of this plan")
     for leaf in step.leaves:
-        if leaf.out.dtype is not step.out.dtype:
+        if leaf.out.dtype is not step.out.dtype and not step.verbatim:
             raise invalid(at, "a piece has a different dtype than its tensor")
         if not 0 <= leaf.settings < len(plan.settings):
             raise invalid(at, f"there are no settings {leaf.settings}")
@@ -250,6 +253,19 @@ def _check_step(plan: Plan, step: Step, products: set[str], arrays: set[str]) ->
                 table = read.view.table
                 if table not in arrays if isinstance(table, str) else table >= len(plan.tables):
                     raise invalid(at, f"there is no table {table!r}")
+
+
+def _check_verbatim(step: Step, at: str) -> None:
+    """Check that pieces that are copied fill the stored tensors, one after the other."""
+    left = [out.nbytes for out in step.stored]
+    for piece in step.pieces:
+        while left and not left[0]:
+            left.pop(0)
+        if piece.op != COPY or len(piece.inputs) != 1 or not piece.out.nbytes or not left or piece.out.nbytes > left[0]:
+            raise invalid(at, "its pieces are not copies that fill its stored tensors, one after the other")
+        left[0] -= piece.out.nbytes
+    if any(left) or step.inputs:
+        raise invalid(at, "its pieces do not fill its stored tensors")
 
 
 # ---- plans from JSON, and the parts of a plan whose JSON is not an object with a key for each field

@@ -35,7 +35,7 @@ Role = Literal["linear", "vocabulary", "other"]
 """How methods treat a tensor: the weight of a linear layer inside a block; one row per token; anything else."""
 
 COPY = "copy"
-"""Copies bytes unchanged."""
+"""Copies bytes unchanged. With pieces: the stored tensors of an encoding, from files that have them (`Step.verbatim`)."""
 
 CAST = "cast"
 """Converts to another dtype."""
@@ -199,7 +199,8 @@ class Step:
     inputs    in the recipe's order; with a base, the base first
     base      whether inputs[0] is the base of the merge
     settings  index into `Plan.settings`
-    pieces    for `join`: steps that each compute a run of the tensor's elements, as a tensor of its own
+    pieces    for `join`: steps that each compute a run of the tensor's elements, as a tensor of its own. For `copy`: steps
+              that fill `stored`, one tensor after the other
     needs     products that must be finished first, besides those that it reads
     role      how methods treat the tensor
     layer     prefix of its layer, `model.layers.3.`; "" outside the layers, and if the op does not use it
@@ -245,10 +246,19 @@ class Step:
         return sum(out.nbytes for out in self.outs)
 
     @property
-    def shown(self) -> TensorSpec:
-        """The tensor as users know it: where it is copied as bytes of blocks, with the shape and type of the blocks."""
-        is_copy = bool(self.stored) and self.stored[0].dtype.block > 1 and not self.out.dtype.floating
-        return replace(self.stored[0], name=self.out.name) if is_copy else self.out
+    def verbatim(self) -> bool:
+        """Whether what the encoding stores is copied from files that have the tensor so: nothing is decoded or encoded."""
+        return self.op == COPY and bool(self.pieces)
+
+    @property
+    def places(self) -> Iterator[tuple[Step, int, int]]:
+        """The leaves, the number of the tensor to write that a leaf is part of, and the index of its first element there."""
+        number = origin = 0
+        for leaf in self.leaves:
+            yield leaf, number, origin
+            origin += leaf.out.size
+            if self.verbatim and origin * leaf.out.dtype.itemsize >= self.stored[number].nbytes:
+                number, origin = number + 1, 0
 
     @property
     def family(self) -> str:
@@ -541,13 +551,13 @@ class Plan:
 
     @property
     def refs(self) -> tuple[str, ...]:
-        """What the models are called. A GGUF file may be among `models` twice: decoded, and as it is."""
+        """What the models are called. A quantised one may be among `models` twice: decoded, and as it is."""
         return tuple(dict.fromkeys(model.ref for model in self.models))
 
     @property
-    def copies_blocks(self) -> bool:
-        """Whether blocks of GGUF files are copied as they are."""
-        return any(step.shown is not step.out for step in self.steps)
+    def copies_codes(self) -> bool:
+        """Whether some weights stay as an input stores them: they are copied, not decoded."""
+        return any(step.verbatim for step in self.steps)
 
     def label(self, read: Read) -> str:
         """The model or product that a read refers to, for messages."""

@@ -188,11 +188,6 @@ class Encoding(ABC):
         return False
 
     @property
-    def verbatim(self) -> bool:
-        """Whether the stored tensor has the bytes of the tensor, which then is never decoded."""
-        return False
-
-    @property
     def maxima(self) -> bool:
         """Whether `encode` needs the largest magnitude of the tensor, and of those that share a scale with it."""
         return False

@@ -170,16 +170,18 @@ class StoredPart:
 class StoredAs:
     """How a file has a tensor of the model.
 
-    encoding  that would store it so, by its name; "": its numbers are not those of the file, which has them in these types
+    encoding  that would store it so, by its name; "": none that is known, or its numbers are not those of the file
     parts     what the encoding's stored tensors are in the file, one for each
     order     of its rows or columns in the file; None: that of the model
     types     what the file says of the types of all its tensors
+    decoded   its numbers are computed from codes
     """
 
     encoding: str
     parts: tuple[StoredPart, ...]
     order: object = None
     types: object = None
+    decoded: bool = False
 
 
 @dataclass(frozen=True, slots=True)

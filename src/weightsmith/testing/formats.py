@@ -22,6 +22,7 @@ from weightsmith._base.errors import NonFinite, Unsupported, WeightsmithError
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._files.arrays import view_of
 from weightsmith._models.formats.config import config_entries
+from weightsmith._models.formats.decoded import DecodedTensors
 from weightsmith._models.sources.composed import StateDict
 from weightsmith.abc.stored import WHOLE, Encoding, Modules, StoredFormat
 from weightsmith.abc.tensors import Tensors, read
@@ -162,6 +163,16 @@ class StoredFormatTests:
                     assert not wrapped or _read_all(wrapped.source) == whole, f"{encoding.name} is misread without {out.name}"
                 except WeightsmithError:
                     continue
+
+    def test_what_names_its_encoding_is_stored_so(self, stored_format: StoredFormat) -> None:
+        """Copies keep the codes of weights with an encoding (`Weight.encoding`)."""
+        by_name = {encoding.name: encoding for encoding in stored_format.encodings}
+        for encoding, stored in _written(stored_format):
+            spec, source = example_spec(encoding), stored_format.read(stored, encoding.config(Modules()), "here").source
+            place = source.stored_as(spec.name) if isinstance(source, DecodedTensors) else None
+            if place is not None and place.encoding:
+                assert by_name[place.encoding].outs(spec) == encoding.outs(spec), encoding.name
+                assert [part.tensor for part in place.parts] == [out.name for out in encoding.outs(spec)], encoding.name
 
     def test_a_mark_shows_that_tensors_are_quantised(self, stored_format: StoredFormat) -> None:
         for encoding, stored in _written(stored_format):

@@ -488,8 +488,8 @@ def _explanation(prepared: Prepared, tensor: str) -> dict[str, Any]:
     return {
         "tensor": tensor,
         "op": step.made_by,
-        "dtype": step.shown.dtype.name,
-        "shape": list(step.shown.shape),
+        "dtype": step.out.dtype.name,
+        "shape": list(step.out.shape),
         "encoding": step.encoding if plan.then is None else None,
         "stored": [
             {"name": out.name, "dtype": out.dtype.name, "shape": list(out.shape)} for out in step.outs if plan.then is None
@@ -497,7 +497,7 @@ def _explanation(prepared: Prepared, tensor: str) -> dict[str, Any]:
         "measured_first": plan.then is not None,
         "calibrated": calibrated_tensors(plan).get(tensor) == CALIBRATED,
         "inputs": [{"model": refs[model], "tensor": name} for model, name in _inputs(step)],
-        "pieces": [{"name": p.out.name, "shape": list(p.out.shape), "op": p.op} for p in step.pieces],
+        "pieces": [{"name": p.out.name, "shape": list(p.out.shape), "op": p.op} for p in step.pieces if not step.verbatim],
         "parameters": [
             {"parameter": o.parameter, "model": None if o.model is None else refs[o.model], "value": o.value, "where": o.where}
             for o in prepared.explain(tensor)
@@ -516,12 +516,12 @@ def _inputs(step: Step) -> list[tuple[int, str]]:
 def _show_tensor(prepared: Prepared, tensor: str) -> None:
     plan, step, origins = prepared.plan, _step(prepared, tensor), prepared.explain(tensor)
     refs = [m.ref for m in plan.models]
-    result(f"{heading(printable(tensor))} {list(step.shown.shape)} {step.shown.dtype}, made by {step.made_by}")
+    result(f"{heading(printable(tensor))} {list(step.out.shape)} {step.out.dtype}, made by {step.made_by}")
     for line in _notes(plan, step):
         say(printable(line))
     result()
     show_table(("from model", "tensor"), [(refs[model], name) for model, name in _inputs(step)])
-    if step.pieces:
+    if step.pieces and not step.verbatim:
         result()
         result(f"{count(len(step.pieces), 'piece')}, each merged as a tensor of its own:")
         listed = [(p.out.name, str(list(p.out.shape)), p.op) for p in step.pieces]
@@ -542,13 +542,15 @@ def _notes(plan: Plan, step: Step) -> Iterator[str]:
     """Notes on a tensor: its storage, and the reason if no model or method changes it."""
     from weightsmith import _methods as methods
     from weightsmith._features.quantisation.calibration.weights import calibrated_tensors
-    from weightsmith._planning.planner.encode import stored_plain
+    from weightsmith._planning.planner.encode import COPIED, stored_plain
     from weightsmith._plans import PLAIN
 
     if plan.then is not None:
         yield f"the model is measured first, for {plan.provenance.format}: that decides how this is stored"
     if why := calibrated_tensors(plan).get(step.out.name):
         yield why
+    if step.verbatim:
+        yield COPIED
     if step.encoding != PLAIN:
         yield f"stored as {step.encoding}: {', '.join(f'{out.name} {out.dtype}' for out in step.outs)}"
     elif plan.encodings:

@@ -56,6 +56,7 @@ from weightsmith._files.subfolders import PIPELINE
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.formats import find_encoding, format_of_encoding, formats, formats_for
 from weightsmith._models.formats.engines import engines_of, head_objections
+from weightsmith._models.formats.verbatim import copied
 from weightsmith._models.structure.projections import joined_sets, site_of
 from weightsmith._models.structure.vocabulary import (
     TIED_HEAD,
@@ -444,6 +445,10 @@ class StreamedFormat(Format):
 
             measure_activations(plain, draft, measured or encoding, settings, calibrates=has_text)
         writing.adapt(draft, encoding)
+        if not has_text:  # what is calibrated follows from what layers before it compute, as they are stored
+            sources = partial(_stored_as, prepared), partial(_undecoded, prepared)
+            copies = (copied(step, step.encoding, step.stored, *sources) for step in draft.steps)
+            draft.steps = [copy or step for copy, step in zip(copies, draft.steps, strict=True)]
 
 
 def _stored_by_row(draft: PlanDraft, writing: Writing, encoding: Encoding) -> dict[str, str]:
@@ -623,23 +628,34 @@ def _files(settings: QuantizeSettings) -> list[Path]:
     return [expand_user(name) for name in (calibration, settings.measurement, settings.imatrix) if name is not None]
 
 
-def _is_decoded(prepared: Prepared, read: Read) -> bool:
-    """Whether a tensor is, or may be, decoded from codes."""
-    in_file = _stored_as(prepared, read)
-    return in_file is None or any(part.dtype.block > 1 for part in in_file.parts)
-
-
 def _decoded(prepared: Prepared, name: str) -> list[Finding]:
     """Which models are quantised already, and are decoded."""
     draft = prepared.draft
     steps = [*draft.steps, *(step for product in draft.products for step in product.steps)]
-    read = {read.model for step in steps for read in step.reads if read.model >= 0 and _is_decoded(prepared, read)}
-    which = "its weights are" if draft.then is None else "weights that get another type are"
-    return [
-        Finding(f"it is quantised already ({model.decoded}): {which} dequantised, then stored as {name}", model.ref)
-        for number, model in enumerate(prepared.inputs)
-        if model.decoded and (number in read or draft.then is not None)
-    ]
+    reads = dict.fromkeys(read for step in steps for read in step.reads if read.model >= 0)
+    in_files = ((read, _stored_as(prepared, read)) for read in reads)
+    decoded = grouped((read.model, in_file) for read, in_file in in_files if in_file is None or in_file.decoded)
+    copied_from = {prepared.inputs[read.model].ref for step in draft.steps if step.verbatim for read in step.reads}
+    findings = []
+    for number, model in enumerate(prepared.inputs):
+        if not model.decoded or (number not in decoded and draft.then is None):
+            continue
+        which = "its weights are"
+        if draft.then is not None:
+            which = "weights that get another type are"
+        elif model.ref in copied_from:
+            which = f"{len(decoded[number]):,} of its weights are"
+        what = f"it is quantised already ({model.decoded}): {which} dequantised, then stored as {name}"
+        findings.append(Finding(what, model.ref, fix=_to_copy(name, decoded.get(number, ()))))
+    return findings
+
+
+def _to_copy(name: str, in_files: Iterable[StoredAs | None]) -> str:
+    """How to keep the codes of weights that are decoded, if they are those of the format in groups of another size."""
+    encodings = {in_file.encoding for in_file in in_files if in_file is not None}
+    writes = (writing for stored in formats_for(name) for writing in stored.writes if writing.name == name)
+    sizes = [size for writing in writes for size, encoding in writing.encodings.items() if encoding.name in encodings]
+    return f"add {assignment('group_size', sizes[0])} to copy its codes" if len(sizes) == 1 else ""
 
 
 # ---- Weights in several encodings of one stored format: `--quantize nvfp4a16 --tensor-type self_attn=fp8-dynamic`

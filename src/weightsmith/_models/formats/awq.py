@@ -34,6 +34,7 @@ from weightsmith._models.formats.matrices import (
     GROUPS,
     SUFFIX,
     TransposedEncoding,
+    encoding_of,
     half_scales,
     parts_of,
     transposed_codes,
@@ -89,10 +90,13 @@ def weights(model: QuantisedModel) -> list[AwqWeight]:
         groups = 1 if group_size < 0 else -(-inputs // group_size)
         scales = model.part(f"{module}.scales", ("F16", "BF16", "F32"), (groups, 8 * words))
         zeros = model.part(f"{module}.qzeros", ("I32",), (groups, words))
+        spec = TensorSpec(f"{module}.weight", F32, (8 * words, inputs))
+        alike = [Awq(BITS, group_size)] if group_size in GROUPS and model.entry.get("zero_point") is not False else []
         read_weights.append(
             AwqWeight(
-                spec=TensorSpec(f"{module}.weight", F32, (8 * words, inputs)),
+                spec=spec,
                 stored=(codes.name, zeros.name, scales.name),
+                encoding=encoding_of(spec, (codes, zeros, scales), alike),
                 natural_dtype=plain_dtype(model.config, scales.dtype),
                 groups=groups,
                 group_size=inputs if group_size < 0 else group_size,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ from weightsmith._models.formats.config import (
 )
 from weightsmith._models.structure.projections import FUSED, TRANSPOSED_MODELS
 from weightsmith.abc.stored import Config, Wrapped
-from weightsmith.abc.tensors import Tensors, byte_view, check_range, digest, spec_of
+from weightsmith.abc.tensors import StoredAs, StoredPart, Tensors, Verbatim, byte_view, check_range, digest, spec_of
 
 if TYPE_CHECKING:
     from weightsmith.abc.tensors import Buffer
@@ -49,15 +49,21 @@ class Weight(ABC):
     spec           name, F32, shape [outputs, inputs]
     stored         the stored tensors that it is decoded from, which the source hides
     natural_dtype  the dtype in which loaders compute with it
+    encoding       the name of one that stores it in the same tensors, with codes of the same meaning; "": none is known
     """
 
     spec: TensorSpec
     stored: tuple[str, ...]
     natural_dtype: DType
+    encoding: str = field(default="", kw_only=True, repr=False)
 
     @property
     def preferred_rows(self) -> int:
         return 1
+
+    def part_of(self, stored: TensorSpec) -> StoredPart:
+        """Its part of one of its stored tensors."""
+        return StoredPart(stored.name, stored.dtype)
 
     @abstractmethod
     def decode(self, stored: Tensors, first: int, values: npt.NDArray[np.float32]) -> None:
@@ -152,6 +158,19 @@ class DecodedTensors:
     @property
     def state(self) -> str:
         return digest([self.identity, self._stored.state])
+
+    @property
+    def verbatim(self) -> Verbatim:
+        """The stored source."""
+        return Verbatim(self._stored, self.stored_as)
+
+    def stored_as(self, name: str) -> StoredAs | None:
+        """How the stored source has a tensor."""
+        weight, specs = self._weight(name), self._stored.specs
+        if weight is None:
+            stored = specs[self._prefix + name]
+            return StoredAs("", (StoredPart(stored.name, stored.dtype),))
+        return StoredAs(weight.encoding, tuple(weight.part_of(specs[part]) for part in weight.stored), decoded=True)
 
     def natural_dtype(self, name: str) -> DType:
         weight = self._weight(name)

@@ -21,7 +21,7 @@ and ≤ s with 8: half a step, and more only for the largest positive elements, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,6 +38,7 @@ from weightsmith._models.formats.matrices import (
     GROUPS,
     SUFFIX,
     TransposedEncoding,
+    encoding_of,
     half_scales,
     maxima_of,
     parts_of,
@@ -56,6 +57,8 @@ _HEAD = "lm_head"
 """The usual name of a head. The entry's `lm_head` says whether the head is quantised, whatever its name."""
 PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")
 _BITS = (2, 3, 4, 8)
+_WRITTEN = frozenset((bits, group) for bits in (4, 8) for group in GROUPS)
+"""Bits and group sizes of what is written."""
 _ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
 
 
@@ -138,6 +141,7 @@ def packed_weights(model: QuantisedModel, zero_minus: int, allowed: Sequence[int
     mixed  modules may have other bits and group sizes than the entry of config.json says
     """
     read_weights, bits, group_size = [], model.setting("bits", None, allowed), model.group_size()
+    symmetric = zero_minus == 1 and _is_symmetric(model.entry)
     for module in model.modules(".qweight"):
         shape = _shape(model, module, [bits, *allowed] if mixed else [bits], group_size)
         scales = model.part(f"{module}.scales", ("F16", "BF16", "F32"), (shape.groups, shape.outputs))
@@ -145,10 +149,14 @@ def packed_weights(model: QuantisedModel, zero_minus: int, allowed: Sequence[int
             model.part(f"{module}.g_idx", ("I32",), (shape.inputs,))
         zeros = model.part(f"{module}.qzeros", ("I32",), (shape.groups, -(-shape.outputs * shape.bits // 32)))
         index = [f"{module}.g_idx"] if f"{module}.g_idx" in model.specs else []
+        spec = TensorSpec(f"{module}.weight", F32, (shape.outputs, shape.inputs))
+        stored = (f"{module}.qweight", zeros.name, scales.name, *index)
+        alike = [Gptq(shape.bits, shape.group_size)] if symmetric and (shape.bits, shape.group_size) in _WRITTEN else []
         read_weights.append(
             GptqWeight(
-                spec=TensorSpec(f"{module}.weight", F32, (shape.outputs, shape.inputs)),
-                stored=(f"{module}.qweight", zeros.name, scales.name, *index),
+                spec=spec,
+                stored=stored,
+                encoding=encoding_of(spec, [model.specs[name] for name in stored], alike),
                 natural_dtype=plain_dtype(model.config, scales.dtype),
                 bits=shape.bits,
                 zero_minus=zero_minus,
@@ -157,6 +165,14 @@ def packed_weights(model: QuantisedModel, zero_minus: int, allowed: Sequence[int
             )
         )
     return read_weights
+
+
+def _is_symmetric(entry: Mapping[str, Any]) -> bool:
+    """Whether the entry of config.json says that all modules have symmetric codes and groups in order."""
+    tables = [entry[key] for key in ("dynamic", "extra_config") if isinstance(entry.get(key), Mapping)]
+    modules = [settings for table in tables for settings in table.values() if isinstance(settings, Mapping)]
+    asked = [entry, *({"sym": True, **settings} for settings in modules)]
+    return all(settings.get("sym") is True and not settings.get("desc_act") for settings in asked)
 
 
 class _Shape(NamedTuple):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -22,6 +22,7 @@ from weightsmith._base.errors import NonFinite, raised_at
 from weightsmith._base.files import show
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._models.formats.hessians import CodesOf, quantise_groups
+from weightsmith._models.formats.verbatim import are_alike
 from weightsmith._models.structure.projections import ENGINES_FUSED
 from weightsmith.abc.product import Arrays
 from weightsmith.abc.stored import (
@@ -133,6 +134,15 @@ def matrix_refusal(spec: TensorSpec, group: int = 1) -> str:
     if not spec.size:
         return f"its shape {list(spec.shape)} has no elements"
     return f"its width {spec.shape[1]:,} is not a multiple of {group}" if spec.shape[1] % group else ""
+
+
+def encoding_of(weight: TensorSpec, stored: Sequence[TensorSpec], encodings: Iterable[Encoding]) -> str:
+    """The name of the first of some encodings that stores a weight in tensors like these; "" if none does.
+
+    encodings  whose codes have the same meaning
+    """
+    fitting = (one for one in encodings if not one.refusal(weight) and are_alike(one.tensors(weight), stored))
+    return next((one.name for one in fitting), "")
 
 
 # ---- scales

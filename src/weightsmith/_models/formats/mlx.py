@@ -49,7 +49,7 @@ from weightsmith._models.structure.projections import BEFORE_DOWN, MIXTRAL
 from weightsmith._models.structure.projections import JOINED as JOINED_PROJECTIONS
 from weightsmith._plans import JOIN, PLAIN, PlanDraft, Step
 from weightsmith.abc.stored import Bytes, Config, Encoding, Rows, Specs, StoredFormat, Wrapped, Writing
-from weightsmith.abc.tensors import Tensors
+from weightsmith.abc.tensors import StoredPart, Tensors
 
 _BITS = (2, 3, 4, 5, 6, 8)
 _FIXED = {"mxfp4": (4, MXFP4_GROUP), "mxfp8": (8, MXFP4_GROUP), "nvfp4": (4, NVFP4_GROUP)}
@@ -123,6 +123,9 @@ class MlxWeight(Weight):
     bits: int
     group_size: int
     top: int = 0
+
+    def part_of(self, stored: TensorSpec) -> StoredPart:
+        return StoredPart(stored.name, stored.dtype, self.top * stored.shape[-1])
 
     def decode(self, stored: Tensors, first: int, values: npt.NDArray[np.float32]) -> None:
         from weightsmith._kernels.codes import dequantise_rows
@@ -209,12 +212,15 @@ def _weights(model: QuantisedModel, module: str, settings: Mapping[str, Any]) ->
         if other_names is None:
             raise model.unsupported(f"experts that MLX has stacked ({STACK}) are not read for this model_type")
         projection = other_names.get(projection, projection)
+    written = mode == "affine" and bits in (4, 8) and group_size in GROUPS
+    encoding = _encoding(bits, group_size).name if written else ""
     for expert in range(experts[0]) if experts else [0]:
         name = f"{prefix}.experts.{expert}.{projection}.weight" if stacked else codes.name
         if stacked and name in model.specs:
             raise model.damaged(f"tensor {show(name)} is stored twice: by itself, and in {show(codes.name)}")
         spec = TensorSpec(name, F32, (outputs, inputs))
-        yield MlxWeight(spec, tuple(names), plain_dtype(model.config, default), mode, bits, group_size, expert * outputs)
+        of_model = plain_dtype(model.config, default)
+        yield MlxWeight(spec, tuple(names), of_model, mode, bits, group_size, expert * outputs, encoding=encoding)
 
 
 _read_codes = reader("MLX", (".weight", ".scales", ".biases"), weights)

@@ -30,7 +30,7 @@ from weightsmith._models.formats.config import (
 from weightsmith._models.formats.fused_experts import with_single_experts
 from weightsmith._models.sources.composed import unwrapped, with_current_norms
 from weightsmith.abc.stored import Config, Specs, Wrapped
-from weightsmith.abc.tensors import FileKind, Index, OpenedFiles
+from weightsmith.abc.tensors import FileKind, Index, OpenedFiles, Verbatim
 
 MAX_CONFIG_BYTES = 16 << 20
 
@@ -321,6 +321,20 @@ def _wrap(opened: OpenedFiles, config: Config | None, where: str) -> Wrapped:
             wrapped = stored_format.read(source, described, where)
             return replace(wrapped, kind=stored_format.title, config=None if config is None else wrapped.config)
     return replace(_of_mlx(opened, config, where), notes=broken() if config_entries(config or {}) else ())
+
+
+def verbatim_of(wrapped: Wrapped, opened: OpenedFiles) -> Verbatim | None:
+    """The tensors as the files have them, if those that are decoded can be copied so.
+
+    wrapped  what became of the opened files
+    """
+    if wrapped.source is opened.source:
+        return opened.verbatim
+    if not wrapped.kind:
+        return None
+    from weightsmith._models.formats.decoded import DecodedTensors
+
+    return wrapped.source.verbatim if isinstance(wrapped.source, DecodedTensors) else None
 
 
 def _of_mlx(opened: OpenedFiles, config: Config | None, where: str) -> Wrapped:

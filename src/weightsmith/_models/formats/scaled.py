@@ -282,6 +282,7 @@ class ScaledWeight(Weight):
 
 ReadEntry = Callable[[Mapping[str, Any], str, str], tuple[Sequence[Scheme], Sequence[Finding]]]
 ReadGroups = Callable[[Mapping[str, Any], str], Callable[[str], str]]
+Named = Callable[["ScaledWeight", Sequence[TensorSpec]], str]
 Candidates = Mapping["ScaledWeight", Sequence[str]]
 """What a weight may be, each with the groups of config.json that say so."""
 
@@ -291,13 +292,14 @@ def _no_groups(entry: Mapping[str, Any], where: str) -> Callable[[str], str]:
 
 
 def read_scaled(
-    read_entry: ReadEntry, unused: Sequence[str] = (), groups: ReadGroups = _no_groups
+    read_entry: ReadEntry, unused: Sequence[str] = (), groups: ReadGroups = _no_groups, named: Named = lambda weight, stored: ""
 ) -> Callable[[Tensors, Config, str], Wrapped]:
     """`StoredFormat.read`.
 
     read_entry  (the entry in config.json, its place, the model) → how weights are stored, and what the user should know
     unused      ends of the names of tensors that the plain model does not have, beside scales of activations
     groups      (the entry, the model) → the `Scheme.group` of a module
+    named       (a weight, its stored tensors) → its `Weight.encoding`
 
     Raises what `read_entry` raises; Unsupported for tensors that are not read; FormatError when tensors and config.json
     contradict each other: no scale, a scale of another shape, a scale without its weight.
@@ -310,7 +312,8 @@ def read_scaled(
         unpacked = {scheme.codes for scheme in schemes if not scheme.packed}
         codes = [s for s in specs.values() if is_codes(s) or (s.dtype.name in unpacked and s.name.endswith(".weight"))]
         group_of = groups(entry, where)
-        weights = [_weight(spec, stored, schemes, dtype, where, group_of) for spec in codes]
+        read_weights = (_weight(spec, stored, schemes, dtype, where, group_of) for spec in codes)
+        weights = [replace(one, encoding=named(one, [specs[name] for name in one.stored])) for one in read_weights]
         if schemes and not weights:
             expected = " or ".join(dict.fromkeys(scheme.codes for scheme in schemes))
             what = f"{place} in config.json says that the weights are quantised, and no tensor is {expected}"

@@ -43,6 +43,9 @@ from weightsmith.abc.stored import Modules, maximum_name
 FUSED_EXPERTS = "its experts are one tensor"
 """Why a tensor is stored as it is: the planner warns of these, which may be most of a model."""
 
+COPIED = "copied: an input has it stored so"
+"""Why a weight is not encoded, although it is stored in an encoding."""
+
 ASKED = "its type is asked for"
 """The reason of a weight that could be stored in the encoding."""
 

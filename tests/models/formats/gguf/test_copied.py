@@ -50,8 +50,7 @@ def of_layer(tensors: Stored, number: int) -> Stored:
 
 def encoded(plan: Plan) -> list[str]:
     """The stored tensors of blocks that are encoded, not copied."""
-    steps = [step for step in plan.steps if not step.encoding.startswith("gguf-copied-")]
-    return [out.name for step in steps for out in step.stored if out.dtype.block > 1]
+    return [out.name for step in plan.steps for out in step.stored if out.dtype.block > 1 and not step.verbatim]
 
 
 @pytest.fixture
@@ -201,17 +200,37 @@ def test_a_plan_of_copies_runs_later_and_in_parts(models: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"encoding": "gguf-copied-q6_k"}, "cannot be stored as gguf-copied-q6_k: it is U8"),
-        ({"encoding": "gguf-copied-q4_1"}, "cannot be stored as gguf-copied-q4_1: it is U8"),
-        ({"encoding": "gguf-copied-q5_0"}, "cannot be stored as gguf-copied-q5_0: it is U8"),
-        ({"encoding": "gguf-copied-f32"}, "gguf-copied-f32"),
-        ({"encoding": "gguf-q4_k"}, "cannot be stored as gguf-q4_k: it is U8"),
+        ({"encoding": "gguf-q6_k"}, "gguf-q6_k does not store it as the plan says"),
+        ({"encoding": "gguf-f32"}, "gguf-f32 does not store it as the plan says"),
+        ({"encoding": "gguf-copied-q4_k"}, "gguf-copied-q4_k"),
+        ({"op": "join"}, "its pieces do not have 24,576 elements in total"),
+        ({"op": "cast"}, "a join must have pieces, and other steps must not"),
+        ({"encoding": "plain", "stored": []}, "its pieces are not copies that fill its stored tensors"),
+        ({"pieces": []}, "copy needs an input"),
     ],
 )
 def test_a_forged_plan_of_copies_is_refused(change: dict[str, Any], words: str, models: Path) -> None:
     plan = weightsmith.plan(stack(("a.gguf", 0, 4)), quantize="gguf-copy").to_json()
-    step = next(step for step in plan["steps"] if step.get("encoding") == "gguf-copied-q4_k")
+    step = next(step for step in plan["steps"] if step.get("encoding") == "gguf-q4_k")
     step |= change
+    with pytest.raises(weightsmith.WeightsmithError, match=words), reopen(plan_from_json(plan)):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"op": "cast"}, "its pieces are not copies that fill its stored tensors"),
+        ({"dtype": "BF16", "shape": [96, 72]}, "does not store it as the plan says"),
+        ({"shape": [95, 144]}, "its pieces do not fill its stored tensors"),
+        ({"shape": [97, 144]}, "its pieces are not copies that fill its stored tensors"),
+        ({"shape": [0, 144]}, "its pieces are not copies that fill its stored tensors"),
+    ],
+)
+def test_a_forged_piece_of_a_copy_is_refused(change: dict[str, Any], words: str, models: Path) -> None:
+    plan = weightsmith.plan(stack(("a.gguf", 0, 4)), quantize="gguf-copy").to_json()
+    step = next(step for step in plan["steps"] if step["name"] == "model.layers.1.mlp.up_proj.weight")
+    step["pieces"][0] |= change
     with pytest.raises(weightsmith.WeightsmithError, match=words), reopen(plan_from_json(plan)):
         pass
 
@@ -301,7 +320,7 @@ def test_the_distance_of_a_merge_counts_what_comes_from_the_base(models: Path) -
         result = weightsmith.merge(recipe, "out", quantize=name, progress=False, overwrite=True)
         distances[name] = [moved.share for moved in result.distance]
         card = Path("out/README.md").read_text()
-        assert ("copied from GGUF files do not count" in card) == (name == "gguf-copy")
+        assert ("codes are copied from an input do not count" in card) == (name == "gguf-copy")
     assert distances["gguf-q4_k_m"] == pytest.approx(distances[None], rel=1e-3)
     assert len(distances["gguf-copy"]) < len(distances[None])
 
@@ -332,10 +351,11 @@ def test_what_is_shown_of_a_copy(
     weightsmith.quantize("a.gguf", "out", "gguf-copy", progress=False)
     assert len(json.loads(Path("out/weightsmith.json").read_text())["inputs"]) == 1
     shown = run("plan", "a.yml", "--quantize", "gguf-copy", "--explain", "model.layers.1.mlp.up_proj.weight")
-    assert shown.out.startswith("model.layers.1.mlp.up_proj.weight [96, 256] Q4_K, made by copy")
+    assert shown.out.startswith("model.layers.1.mlp.up_proj.weight [96, 256] BF16, made by copy")
+    assert "stored as gguf-q4_k: blk.1.ffn_up.weight Q4_K" in shown.out + shown.err
     source = zoo.save("deepseek-v3", models / "m", 1, **OWN["deepseek-v3"])
     (source / "tokenizer.json").write_bytes((tokenizers["gpt2"] / "tokenizer.json").read_bytes())
     quantize(source, "ds", "q8_0")
     shown = run("plan", "ds.yml", "--quantize", "gguf-copy", "--explain", "model.layers.1.self_attn.kv_b_proj.weight")
-    assert "kv_b_proj.weight.0 [" in shown.out
-    assert "kv_b_proj.weight.1 [" in shown.out
+    assert "blk.1.attn_k_b.weight F16, blk.1.attn_v_b.weight F16" in shown.out + shown.err
+    assert "merged as a tensor of its own" not in shown.out

@@ -21,6 +21,7 @@ from weightsmith._models.formats.compressed_tensors.writing import (
     STATIC,
     packed,
     packed_rows,
+    stored_by,
 )
 from weightsmith._models.formats.config import config_entries, method_of
 from weightsmith._models.formats.scaled import TITLE, is_codes, read_scaled
@@ -49,7 +50,7 @@ FORMAT = StoredFormat(
     "compressed_tensors",
     TITLE,
     recognises,
-    read_scaled(read_entry, groups=read_groups),
+    read_scaled(read_entry, groups=read_groups, named=stored_by),
     {".weight_packed": labelled("compressed-tensors"), ".weight_scale": _scaled},
     writes=(
         Writing("fp8-dynamic", "8-bit floats with a scale for each row (W8A8)", _ENGINES, {0: DYNAMIC}),

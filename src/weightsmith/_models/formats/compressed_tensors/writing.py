@@ -137,11 +137,12 @@ from weightsmith._models.formats.matrices import (
     NVFP4_GROUP,
     MatrixEncoding,
     bf16_scales,
+    encoding_of,
     matrix_refusal,
     maxima_of,
     mx_scales,
 )
-from weightsmith._models.formats.scaled import TENSOR
+from weightsmith._models.formats.scaled import TENSOR, ScaledWeight
 from weightsmith.abc.product import Arrays
 from weightsmith.abc.stored import ActivationScale, Bytes, CacheEncoding, FactoredHessian, HessianForm, Rows, Unread
 
@@ -413,3 +414,18 @@ _MXFP4 = _floats(4, "group", MXFP4_GROUP, "torch.uint8")
 MXFP4 = compressed("mxfp4", "mxfp4-pack-quantized", _MXFP4, _fill_mxfp4, scale=DTYPES["U8"])
 _MXFP8 = _floats(8, "group", MXFP4_GROUP, "torch.uint8")
 MXFP8 = compressed("mxfp8", "mxfp8-quantized", _MXFP8, _fill_mxfp8, scale=DTYPES["U8"], activations=_MXFP8)
+
+
+# ---- weights that an output may have as a file has them
+
+_ALONE = (*packed(4).values(), *packed(8).values(), packed_rows(4), packed_rows(8), INT8, DYNAMIC, BLOCK, MXFP4, MXFP8)
+"""The encodings of weights that share no scale with others."""
+
+
+def stored_by(weight: ScaledWeight, stored: Sequence[TensorSpec]) -> str:
+    """The encoding that stores a weight in these tensors, by its name; "" if none does."""
+    if len(weight.spec.shape) != 2:
+        return ""
+    rows, cols = weight.spec.shape
+    blocks = ((one, (min(one.align_rows, rows), min(one.group or cols, cols))) for one in _ALONE)
+    return encoding_of(weight.spec, stored, (one for one, block in blocks if block == weight.block))

@@ -21,7 +21,6 @@ types.py        which type llama.cpp gives each tensor
 imatrix.py      llama.cpp's importance matrices
 writing.py      the encodings: ggml's blocks of numbers, and llama.cpp's order of rows
 cuts.py         tensors that llama.cpp stores in parts, or with rows or columns in another order
-verbatim.py     tensors that are copied from one file into another without being decoded
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from importlib import import_module
 from weightsmith._models.formats.gguf import ollama
 from weightsmith._models.formats.gguf.cuts import find_cut
 from weightsmith._models.formats.gguf.reading import KIND
-from weightsmith._models.formats.gguf.verbatim import find_copied
 from weightsmith._models.formats.gguf.writing import find, find_diffusion
 from weightsmith.abc.stored import StoredFormat
 
@@ -40,5 +38,5 @@ FORMAT = StoredFormat(
     "GGUF",
     files=(ollama.KIND, KIND),
     models=lambda: tuple(import_module("weightsmith._models.formats.gguf.prepare").FORMATS),
-    parse=lambda name: find(name) or find_cut(name) or find_diffusion(name) or find_copied(name),
+    parse=lambda name: find(name) or find_cut(name) or find_diffusion(name),
 )

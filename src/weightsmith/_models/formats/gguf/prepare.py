@@ -48,7 +48,6 @@ from weightsmith._models.formats.gguf.types import (
     read_types,
     type_of,
 )
-from weightsmith._models.formats.gguf.verbatim import copied, find_copied
 from weightsmith._models.formats.gguf.writing import (
     NEEDS_IMPORTANCES,
     PLAIN,
@@ -59,6 +58,7 @@ from weightsmith._models.formats.gguf.writing import (
     find,
     libgguf,
 )
+from weightsmith._models.formats.verbatim import copied
 from weightsmith._models.structure.projections import joined_sets
 from weightsmith._plans import (
     CAST,
@@ -268,7 +268,7 @@ def _prepare(
     steps, problems = list[Step](), _unmatched(model, stored)
     for tensor, kinds in zip(stored, types, strict=True):
         with noting(problems):
-            steps += _encoded(tensor, kinds, complete, model, draft, companions)
+            steps.append(_encoded(tensor, kinds, complete, model, draft, companions))
     if problems:
         raise PlanError(problems)
     steps, maxima = _with_maxima(steps, draft)
@@ -505,7 +505,7 @@ def _fallen_back(model: _Model, steps: Sequence[Step]) -> list[Finding]:
 def _unweighted(steps: Sequence[Step], importances: Importances) -> list[Finding]:
     """The warning that importances change nothing for some tensors."""
     blocks = [step.stored[0].name for step in steps if step.stored and step.stored[0].dtype.block > 1]
-    copies = [step.stored[0].name for step in steps if find_copied(step.encoding) is not None]
+    copies = [step.stored[0].name for step in steps if step.verbatim and step.stored[0].dtype.block > 1]
     if not importances or not copies:
         return []
     what = f"{len(copies):,} of {count(len(blocks), 'tensor')} with blocks are copied: importances change nothing for them"
@@ -517,7 +517,7 @@ def _not_copied(model: _Model, stored: Sequence[_Stored], steps: Sequence[Step])
     if model.mixture.name != COPIED.name:
         return []
     blocks = [step for step in steps if step.op != FILL and any(out.dtype.block > 1 for out in step.stored)]
-    encoded = [step.out.name for step in blocks if find_copied(step.encoding) is None]
+    encoded = [step.out.name for step in blocks if not step.verbatim]
     plain = [tensor.step.out.name for tensor in stored if tensor.in_file is None and _is_matrix(tensor.specs[0])]
     findings = []
     if encoded:
@@ -752,8 +752,8 @@ def _in_order(step: Step, order: HeadOrder | None, draft: PlanDraft) -> Step:
 
 def _encoded(
     stored: _Stored, kinds: Sequence[str], importances: Importances, model: _Model, draft: PlanDraft, companions: ModelFiles
-) -> list[Step]:
-    """The step of a tensor that is stored as one of these types, or in parts of these; or those that copy it from GGUF files.
+) -> Step:
+    """The step of a tensor that is stored as one of these types, or in parts of these; or that copies it from GGUF files.
 
     Raises FormatError, Unsupported.
     """
@@ -784,9 +784,12 @@ def _encoded(
     names = [part.name for part in stored.specs]
     if encoding.maxima:
         names.append(f"{names[0].removesuffix('.weight')}.scale")
+    named_outs = [replace(out, name=name) for out, name in zip(encoding.outs(stored.step.out), names, strict=True)]
     measured = any(leaf.base for leaf in stored.step.leaves) and model.mixture.name != COPIED.name
-    if not measured and (copies := copied(stored.step, encoding, order, names, companions)):
-        return copies
+    if not measured:
+        sources = companions.stored_as, companions.undecoded
+        if (copy := copied(stored.step, encoding.name, named_outs, *sources, order)) is not None:
+            return copy
     step = _in_order(stored.step, order, draft)
     tables, weighted = list[Floats](), -1
     for part, kind in zip(stored.specs, kinds, strict=True):
@@ -796,8 +799,7 @@ def _encoded(
     if any(table.any() for table in tables):
         weighted = len(draft.tables)
         draft.tables.append(Table(np.concatenate(tables).astype("<f4").tobytes()))
-    named_outs = tuple(replace(out, name=name) for out, name in zip(encoding.outs(step.out), names, strict=True))
-    return [replace(step, encoding=encoding.name, stored=named_outs, weighted=weighted)]
+    return replace(step, encoding=encoding.name, stored=tuple(named_outs), weighted=weighted)
 
 
 def _is_factored(stored: _Stored, kind: str) -> bool:
@@ -810,7 +812,8 @@ def _with_maxima(steps: Sequence[Step], draft: PlanDraft) -> tuple[list[Step], l
 
     Weights that engines join share theirs, as in NVIDIA's checkpoints, whose scales are then kept.
     """
-    measured = {step.out.name: step for step in steps if (encoding := find(step.encoding)) is not None and encoding.maxima}
+    computed = ((step, find(step.encoding)) for step in steps if not step.verbatim)
+    measured = {step.out.name: step for step, encoding in computed if encoding is not None and encoding.maxima}
     maker, products = arrays_of(draft.products), dict[str, Product]()
     for names in joined_sets(measured):
         plain = tuple(replace(measured[name], encoding=UNENCODED, stored=()) for name in names)

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._base.errors import Finding, FormatError, Unsupported
-from weightsmith._base.files import DAMAGED, Extent, Opener, open_local, show
+from weightsmith._base.files import DAMAGED, Extent, Opener, StoredTensor, open_local, show
 from weightsmith._base.tensors import DTYPES, DType, TensorSpec
 from weightsmith._files.arrays import view_of
 from weightsmith._files.hf_folder import FolderWeights, natural_key
@@ -43,12 +43,12 @@ from weightsmith._models.formats.gguf.diffusion.text_encoder import SPIECE, is_u
 from weightsmith._models.formats.gguf.header import ADAPTER_TYPE, SMALL, GgufHeader, GgufTensor, read_gguf_header, text_of
 from weightsmith._models.formats.gguf.pooling import pooling_files
 from weightsmith._models.formats.gguf.tokenizer.files import tokenizer_files
-from weightsmith._models.formats.gguf.verbatim import GgufBytes, as_bytes
 from weightsmith._models.formats.gguf.writing import GgufEncoding, dequantise, from_llama_order, libgguf
+from weightsmith._models.formats.verbatim import as_bytes
 from weightsmith._models.sources.composed import Foldered, StateDict
-from weightsmith._models.sources.files import FileTensors, SourceFile, unite
+from weightsmith._models.sources.files import FileTensors, PlainFiles, SourceFile, unite
 from weightsmith._models.tokenizers.files import json_bytes, settings_in
-from weightsmith.abc.tensors import FileKind, Index, OpenedFiles, StoredAs, StoredPart, Tensors, Verbatim
+from weightsmith.abc.tensors import FileKind, Index, OpenedFiles, StoredAs, StoredPart, Tensors, Verbatim, digest
 
 SUFFIX = ".gguf"
 CHUNK_ELEMENTS = 1 << 18
@@ -144,7 +144,7 @@ class GgufTensors(FileTensors[StoredBlocks]):
         parts = [StoredPart(tensor.name, tensor.stored, first)]
         if factors is not None:
             parts.append(StoredPart(factors.name, DTYPES["F32"], factors.first))
-        return StoredAs(encoding.name, tuple(parts), types=self._types)
+        return StoredAs(encoding.name, tuple(parts), types=self._types, decoded=tensor.stored.block > 1)
 
     def location(self, name: str) -> tuple[int, int] | None:
         tensor = self._find(name)
@@ -213,6 +213,19 @@ class GgufTensors(FileTensors[StoredBlocks]):
         return numbers[np.arange(first, first + count) // matrix]
 
 
+class GgufBytes(PlainFiles):
+    """All tensors of GGUF files under the files' names, types of blocks as rows of bytes."""
+
+    def __init__(self, headers: Mapping[Path, GgufHeader], files: Sequence[SourceFile], where: str) -> None:
+        stored = {
+            tensor.name: StoredTensor(as_bytes(TensorSpec(tensor.name, tensor.dtype, tensor.shape)), path, tensor.offset)
+            for path, header in headers.items()
+            for tensor in header.tensors
+        }
+        super().__init__(stored, files, where)
+        self.identity = digest([self.identity, "undecoded"])
+
+
 class GgufMovedTensors(DecodedTensors):
     """The tensors of GGUF files, some of which are in parts, in keys, or have their rows or columns in another order."""
 
@@ -240,7 +253,8 @@ class GgufMovedTensors(DecodedTensors):
         encoding = CutEncoding(weight.height, tuple(zip(dtypes, weight.parts, strict=True)), weight.flat).name
         if any(place.encoding != GgufEncoding(dtype).name for place, dtype in zip(places, dtypes, strict=True)):
             encoding = ""  # a part has factors, which no encoding of several parts has
-        return replace(places[0], encoding=encoding, parts=tuple(place.parts[0] for place in places))
+        decoded = any(place.decoded for place in places)
+        return replace(places[0], encoding=encoding, parts=tuple(place.parts[0] for place in places), decoded=decoded)
 
 
 def choose(names: Sequence[str], where: str) -> FolderWeights | None:
