@@ -263,8 +263,12 @@ def _header_of_donor(prepared: Prepared, names: Sequence[str]) -> Mapping[str, A
         if (source := computed_source(donor)) is None:
             break
         draft, donor = source.plan, source.inputs[source.plan.donor]
-    tokens, in_file = ({key: n for key, n in of.items() if key.endswith("_token_id")} for of in (config, donor.config or {}))
-    return donor.verbatim.header if donor.verbatim is not None and tokens == in_file else {}
+    same_tokens = _token_ids(config) == _token_ids(donor.config or {})
+    return donor.verbatim.header if donor.verbatim is not None and same_tokens else {}
+
+
+def _token_ids(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: number for key, number in config.items() if key.endswith("_token_id") and number is not None}
 
 
 def _files_of(assembled: Prepared, names: Sequence[str]) -> dict[str, bytes]:

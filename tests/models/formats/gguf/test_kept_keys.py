@@ -102,6 +102,19 @@ def test_a_tokenizer_that_changes_is_written_anew() -> None:
     assert len(tokens) == 1 + len(read_gguf_header(other).keys["tokenizer.ggml.tokens"])
 
 
+def test_a_mixture_of_files_has_their_tokenizer() -> None:
+    """Its architecture is another one."""
+    keys = {**SIZES, **UNKNOWN_WAY, "attention.key_length": 16, "attention.value_length": 16}
+    for seed, name in enumerate(("a.gguf", "b.gguf")):
+        norms = {f"blk.0.attn_{x}_norm.weight": (np.ones(16), "F32") for x in "qk"}
+        write_gguf(Path(name), "qwen3", llama(seed, vocabulary=len(keys["tokenizer.ggml.tokens"])) | norms, keys)
+    experts = [{"source_model": name} for name in ("a.gguf", "b.gguf")]
+    recipe = {"base_model": "a.gguf", "gate_mode": "random", "architecture": "qwen3_moe", "experts": experts}
+    weightsmith.moe(recipe, "out", quantize="gguf-f16", progress=False)
+    assert read_gguf_header(Path("out/model.gguf")).keys["general.architecture"] == "qwen3moe"
+    assert tokenizer_of(Path("out/model.gguf")) == tokenizer_of(Path("a.gguf"))
+
+
 def test_rows_without_a_token_are_named_as_ever() -> None:
     tensors = llama(vocabulary=270)
     write_gguf(Path("a.gguf"), "llama", tensors, {**SIZES, **SENTENCEPIECE, "vocab_size": 270})

@@ -67,10 +67,15 @@ _KEPT = ("tokenizer.", "general.sampling.")
 
 
 def _is_tokenizer_of(in_file: Mapping[str, Value], architecture: GgufArchitecture, rows: int) -> bool:
-    """Whether a file of this architecture has a token for each row. in_file: from `values_of`; {} for no file."""
-    tokens = in_file.get("tokenizer.ggml.tokens")
-    same = Value("str", architecture.name) == in_file.get("general.architecture")
-    return same and tokens is not None and isinstance(tokens.value, list) and len(tokens.value) == rows
+    """Whether a file has a tokenizer of this architecture, or of dense models for its mixture, and a token for each row.
+
+    in_file  from `values_of`; {} for no file
+    """
+    missing = Value("bool", False)
+    tokens, kind = (in_file.get(f"tokenizer.ggml.{key}", missing).value for key in ("tokens", "model"))
+    same = in_file.get("general.architecture", missing).value == architecture.name
+    same = same or (not architecture.encodes and kind in ("gpt2", architecture.tokenizer))
+    return same and isinstance(tokens, list) and len(tokens) == rows
 
 
 def _kept(in_file: Mapping[str, Value], companions: ModelFiles, templates: Sequence[str]) -> dict[str, Value]:
