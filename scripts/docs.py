@@ -61,9 +61,10 @@ from weightsmith._methods.method import (
 from weightsmith._methods.steps import PARAMETERS as STEPS
 from weightsmith._models.formats.engines import ENGINES, SUPPORT, Support, find_support, formats_of
 from weightsmith._planning.options import RecipeOptions
-from weightsmith._planning.recipe import HARMLESS, RETIRED
+from weightsmith._planning.recipe import HARMLESS
 from weightsmith._planning.recipe.grammar import LEVELS, MOE_LEVELS
 from weightsmith._planning.recipe.kinds import NO_EFFECT, NOT_IN_MIXTURES, Key, Level
+from weightsmith._planning.recipe.load import RETIRED
 from weightsmith.abc.layout import ATTENTION_BIASES, QK_NORMS, QKV_BIASES, ExpertLayout
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -40,6 +40,7 @@ import pytest
 from tests.cli_help import environment
 from tests.fork_help import forked
 from tests.plan_help import prepare, prepare_moe
+from tests.recipe_help import parse
 from tests.script_help import load
 from weightsmith._activations.own_text import Starts
 from weightsmith._base.errors import PlanError
@@ -279,7 +280,7 @@ def test_a_recipe_in_the_docs_plans_unless_it_is_wrong_on_purpose(
         with prepare(template.fill(template.start)) as tuned:
             assert tuned.plan.steps
         return
-    recipe, problems = recipes.parse(block.text, str(block), parameter_names=parameter_names())
+    recipe, problems = parse(block.text, str(block), parameter_names=parameter_names())
     assert recipe is not None
     assert (problems, list(recipe.findings)) == ([], [])
     with prepare(block.text) as prepared:

@@ -79,16 +79,15 @@ class LossesWork(LayerWork):
         """The products that the settings name."""
         return {self.states, self.rows, *([] if self.reference is None else [self.reference.product])}
 
-    def outs(self, prefix: str, rows: tuple[int, int], weights: Mapping[str, tuple[int, ...]]) -> tuple[TensorSpec, ...]:
+    def outs(self, rows: tuple[int, int], weights: Mapping[str, tuple[int, ...]]) -> tuple[TensorSpec, ...]:
         """The arrays.
 
-        prefix   of their names
         rows     number of rows, and of tokens in each
         weights  shapes of those that are kept
         """
         kinds = {"losses": "F32"} | ({} if self.reference is None else {"divergences": "F32", "agreement": "U8"})
-        specs = [TensorSpec(prefix + name, DTYPES[kind], rows) for name, kind in kinds.items()]
-        return (*specs, *(TensorSpec(f"{prefix}kept {name}", DTYPES["F32"], weights[name]) for name in self.kept))
+        specs = [TensorSpec(name, DTYPES[kind], rows) for name, kind in kinds.items()]
+        return (*specs, *(TensorSpec(f"kept {name}", DTYPES["F32"], weights[name]) for name in self.kept))
 
 
 def _compute(context: ProductContext) -> Arrays:
@@ -210,7 +209,7 @@ def _check(product: Product) -> str:
     shape = product.outs[0].shape if product.outs else ()
     if len(shape) != 2:
         return "its arrays are not those of its rows"
-    outs = work.outs("", (shape[0], shape[1]), shapes)
+    outs = work.outs((shape[0], shape[1]), shapes)
     expected = [(out.dtype.name, out.shape) for out in outs]
     return "" if [(out.dtype.name, out.shape) for out in product.outs] == expected else "its arrays are not those of its rows"
 
@@ -290,6 +289,6 @@ def scored(model: TextModel, rows: ScoredRows, reference: Known | None = None, *
     other = None if reference is None else Reference(reference.run.base, "reference", reference.weights)
     work = LossesWork(run.base, run.packages, run.layers, states.name, ids.name, other, tuple(keep))
     steps = run.steps(run.layers)
-    outs = work.outs("", (count, tokens), {step.out.name: step.out.shape for step in steps})
+    outs = work.outs((count, tokens), {step.out.name: step.out.shape for step in steps})
     products.append(run.product("losses", "losses", outs, work, steps, (states, *products[: len(known)])))
     return Scored(run, tuple(products), known, products[-1], states)

@@ -101,11 +101,11 @@ def fit_tile_bytes(max_memory_bytes: int | None, threads: int, inputs: int, leve
 
 
 def fit_resident_bytes(
-    max_memory_bytes: int | None, threads: int, inputs: int, default: int, levels: int = 1, *, tensors_bytes: int = 0
+    max_memory_bytes: int | None, threads: int, inputs: int, levels: int = 1, *, tensors_bytes: int = 0
 ) -> int:
-    """What tiles of `fit_tile_bytes` leave of the memory for jobs that hold whole matrices; `default` without a bound."""
+    """What tiles of `fit_tile_bytes` leave of the memory for jobs that hold whole matrices; `RESIDENT_BYTES` if unbound."""
     if max_memory_bytes is None:
-        return default
+        return RESIDENT_BYTES
     tile_bytes = fit_tile_bytes(max_memory_bytes, threads, inputs, levels, tensors_bytes=tensors_bytes)
     return max(0, max_memory_bytes - tensors_bytes - peak_memory_bytes(tile_bytes, threads, inputs, levels))
 

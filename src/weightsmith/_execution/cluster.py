@@ -342,7 +342,7 @@ class Driver:
 
     def __init__(self, prepared: Prepared, staging: Staging, workers: Workers, request: RunRequest) -> None:
         plan, allow_nonfinite = prepared.plan, request.options.allow_nonfinite
-        self.plan, self.staging, self.workers, self.callbacks = plan, staging, workers, request.callbacks
+        self.staging, self.workers, self.callbacks = staging, workers, request.callbacks
         slots = workers.slots()
         self.helped, self.n = WorkDone(), part_count(plan, slots)
         parts = dict(enumerate(parts_of(plan, self.n), 1))

@@ -16,10 +16,10 @@ from weightsmith._base.torch_use import named_device
 from weightsmith._engine.products import KINDS, find_kind
 from weightsmith._files.safetensors import collector_paused
 from weightsmith._models.formats import installed_code
-from weightsmith._models.sources import Tensors
 from weightsmith._planning.recipe.yaml import Node, read_yaml
 from weightsmith._plans import COPY, Plan
 from weightsmith._version import __version__
+from weightsmith.abc.tensors import Tensors
 
 ROOTS = ("_engine", "_models.checkpoint", "_outputs.staging")
 """What determines the bytes of an output, given the plan and the inputs, with all that it imports: the engine, how inputs are

@@ -246,7 +246,6 @@ def resources_of(prepared: Prepared, options: RunOptions) -> Resources:
     """
     from weightsmith._engine.resources import (
         ALIGNED_BYTES,
-        RESIDENT_BYTES,
         Resources,
         fit_resident_bytes,
         fit_tile_bytes,
@@ -255,7 +254,7 @@ def resources_of(prepared: Prepared, options: RunOptions) -> Resources:
 
     threads, memory = options.threads or processors(), options.max_memory_bytes
     plan, records_bytes = prepared.plan, tensors_bytes(prepared)
-    resident = fit_resident_bytes(memory, threads, plan.widest, RESIDENT_BYTES, plan.levels, tensors_bytes=records_bytes)
+    resident = fit_resident_bytes(memory, threads, plan.widest, plan.levels, tensors_bytes=records_bytes)
     return Resources(
         threads,
         fit_tile_bytes(memory, threads, plan.widest, plan.levels, tensors_bytes=records_bytes),

@@ -327,7 +327,7 @@ def show_progress(shown: Meter, progress: Progress, doing: str) -> None:
         if computation.total:
             shown.show(Reading(computation.doing, computation.done, computation.total, None))
         else:
-            shown.say(f"{computation.doing}: {'loading torch' if _loading('torch') else 'starting'}")
+            shown.say(f"{computation.doing}: {'loading torch' if _loading_torch() else 'starting'}")
         return
     if not progress.total_tensors:  # a plan of products alone, between two of them
         return
@@ -339,9 +339,9 @@ def show_progress(shown: Meter, progress: Progress, doing: str) -> None:
     shown.show(Reading(label, done, total, progress.read_bytes + done, detail))
 
 
-def _loading(module: str) -> bool:
+def _loading_torch() -> bool:
     """A thread is importing it now."""
-    return bool(getattr(getattr(sys.modules.get(module), "__spec__", None), "_initializing", False))
+    return bool(getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False))
 
 
 def meter(*, quiet: bool) -> Meter:

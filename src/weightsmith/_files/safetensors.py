@@ -59,21 +59,14 @@ class Header:
 
     tensors     in the order of their bytes in the file
     metadata    the `__metadata__` entry, {} when there is none
-    data_start  offset of the first byte of tensor data
     state       of the file, taken before its header was read
     digest      xxh3_128 of the header's JSON bytes, hex
     """
 
     tensors: tuple[StoredTensor, ...]
     metadata: dict[str, str]
-    data_start: int
     state: FileState
     digest: str
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the file."""
-        return self.state.nbytes
 
 
 def read_header(path: Path, open_file: Opener = open_local) -> Header:
@@ -90,7 +83,7 @@ def read_header(path: Path, open_file: Opener = open_local) -> Header:
     ...     text = b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
     ...     _ = path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
     ...     header = read_header(path)
-    >>> print(header.tensors[0].spec, "at byte", header.tensors[0].offset, "of", header.nbytes)
+    >>> print(header.tensors[0].spec, "at byte", header.tensors[0].offset, "of", header.state.nbytes)
     w [2] F32 at byte 62 of 70
     """
     with collector_paused(), raised_at(str(path)):
@@ -121,7 +114,6 @@ def _read_header(path: Path, open_file: Opener) -> Header:
             for start, _, _, name, dtype, shape in placed
         ),
         metadata=metadata,
-        data_start=data_start,
         state=state,
         digest=xxhash.xxh3_128_hexdigest(text),
     )

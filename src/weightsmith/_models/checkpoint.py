@@ -28,12 +28,11 @@ from weightsmith._files.hf_folder import CARD_NAME, read_card
 from weightsmith._files.remote.addresses import HUB, Address, is_address, parse_address
 from weightsmith._models.formats import opening
 from weightsmith._models.formats.config import SETTINGS_FILES, SETTINGS_METADATA
-from weightsmith._models.sources import OpenedFiles, Tensors
 from weightsmith._models.sources.composed import Foldered
 from weightsmith._models.sources.files import sample_files
 from weightsmith._models.structure.configs import of_diffusers
 from weightsmith.abc.stored import Wrapped
-from weightsmith.abc.tensors import Verbatim, read
+from weightsmith.abc.tensors import OpenedFiles, Tensors, Verbatim, read
 
 if TYPE_CHECKING:
     import numpy as np

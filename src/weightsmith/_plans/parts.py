@@ -79,7 +79,6 @@ class PartHashes:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._steps = dict[Step, str]()
         self._products = dict[str, str]()
 
     def tensors(self) -> dict[str, str]:

@@ -10,8 +10,8 @@ from safetensors.numpy import save_file
 
 from weightsmith._base.errors import FormatError
 from weightsmith._models.formats.plain import open_safetensors
-from weightsmith._models.sources import Tensors
 from weightsmith._models.sources.composed import Foldered
+from weightsmith.abc.tensors import Tensors
 from weightsmith.testing import SourceCase, SourceTests
 
 MAIN = {"a": np.arange(12, dtype=np.float32).reshape(4, 3), "layers.10.w": np.arange(4, dtype=np.float16)}

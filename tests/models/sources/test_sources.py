@@ -24,11 +24,11 @@ from weightsmith._files.arrays import view_of
 from weightsmith._files.hf_folder import FolderWeights
 from weightsmith._models.formats.plain import open_safetensors
 from weightsmith._models.lora import apply_adapter, open_adapter
-from weightsmith._models.sources import FileKind, OpenedFiles, Tensors
 from weightsmith._models.sources.adapted import Adapted, AdaptedTensor, Update
 from weightsmith._models.sources.composed import StateDict
 from weightsmith._models.sources.files import PlainFiles, SourceFile, unite
 from weightsmith.abc.stored import StoredFormat, Wrapped
+from weightsmith.abc.tensors import FileKind, OpenedFiles, Tensors
 from weightsmith.testing import SourceCase, SourceTests
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

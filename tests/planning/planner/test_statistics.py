@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 import weightsmith
 from tests.cli_help import Cli
 from tests.plan_help import model, prepare
+from tests.recipe_help import parse
 from weightsmith._base.errors import FormatError, PlanError, WeightsmithError
 from weightsmith._features.quantisation.base import without_measuring
 from weightsmith._methods import all_methods
@@ -22,7 +23,6 @@ from weightsmith._planning.planner.inputs import number_models
 from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._planning.planner.reopen import reopen
 from weightsmith._planning.planner.steps import own_texts
-from weightsmith._planning.recipe import parse
 from weightsmith._planning.recipe.grammar import schema
 from weightsmith._plans import Plan, PlanDraft, plan_from_json
 

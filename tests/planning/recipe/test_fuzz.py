@@ -9,8 +9,9 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.recipe_help import parse
 from weightsmith._base.errors import WeightsmithError
-from weightsmith._planning.recipe import load, parse
+from weightsmith._planning.recipe import load
 from weightsmith._planning.recipe.grammar import LEVELS
 
 KEYS = sorted({name for level in LEVELS for name in level.names} | {"weight", "t", "revision", "<<", "on", "x-1", "zzz"})

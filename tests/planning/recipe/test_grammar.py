@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.recipe_help import parse
 from weightsmith._base.tensors import DTYPES
-from weightsmith._planning.recipe import Entry, ModelRef, Recipe, Setting, parse
+from weightsmith._planning.recipe import Entry, ModelRef, Recipe, Setting
 
 NAMES = ("weight", "density", "t", "normalize", "lambda", "scale", "rescale", "gamma")
 

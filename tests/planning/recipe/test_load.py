@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.recipe_help import parse
 from weightsmith._base.errors import NotFound, SyntaxProblem
 from weightsmith._planning import recipe as recipes
-from weightsmith._planning.recipe import Recipe, Surgery, Upcycling, parse
+from weightsmith._planning.recipe import Recipe, Surgery, Upcycling
 from weightsmith._planning.recipe.yaml import MAX_BYTES
 
 

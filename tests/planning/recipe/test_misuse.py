@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from weightsmith._planning.recipe import Recipe, parse
+from tests.recipe_help import parse
+from weightsmith._planning.recipe import Recipe
 
 NAMES = ("weight", "density", "t", "normalize", "int8_mask", "scale", "epsilon")
 TOP = "merge_method: ties\nmodels: [{model: a}]\n"

@@ -13,8 +13,9 @@ import pytest
 
 from tests import plan_help
 from tests.plan_help import only, plan, prepare, warnings
+from tests.recipe_help import parse
 from weightsmith._base.errors import ParameterError
-from weightsmith._planning.recipe import Entry, Schedule, parse
+from weightsmith._planning.recipe import Entry, Schedule
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 COUNTS = [1, 2, 3, 5, 30]

@@ -10,8 +10,9 @@ from typing import Any, Literal
 import pytest
 import yaml
 
+from tests.recipe_help import parse
 from weightsmith._methods import all_methods
-from weightsmith._planning.recipe import load, parse
+from weightsmith._planning.recipe import load
 from weightsmith._planning.recipe.grammar import moe_schema, schema
 
 jsonschema = pytest.importorskip("jsonschema")

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsmith._planning.recipe import Entry, Setting, gradient, numeric
+from weightsmith._planning.recipe import Entry, Setting, numeric
+from weightsmith._planning.recipe.records import gradient
 
 finite = st.floats(-1e6, 1e6)
 

@@ -113,7 +113,7 @@ def _route(prepared: Prepared, recipe: str, running: RunOptions, work: CommandWo
         raise typer.BadParameter("this recipe makes no router weights.", param_hint="--routing")
     from weightsmith._execution.execute import make_product
 
-    with work.running("computing") as watching:
+    with work.running() as watching:
         report = cast("RoutingReport | None", make_product(prepared, ROUTER, running, watching.progress))
     for finding in () if report is None else report.warnings(recipe):
         warn(finding)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,14 +27,12 @@ if TYPE_CHECKING:
 class CommandWork:
     """A command at work.
 
-    began   when it began, by `time.monotonic`
     page    file for the result as a page
     """
 
     out: str
     quiet: bool
     as_json: bool
-    began: float
     page: Path | None = None
 
     @property
@@ -44,13 +41,13 @@ class CommandWork:
         return not self.quiet and not self.as_json
 
     @contextmanager
-    def running(self, doing: str) -> Iterator[Callbacks]:
-        """Callbacks of a progress bar, while tensor data is read. doing: the verb of the bar."""
+    def running(self) -> Iterator[Callbacks]:
+        """Callbacks of a progress bar, while something is computed."""
         from weightsmith._execution.progress import callbacks, meter
 
         with failures(merging=lambda: True, as_json=self.as_json, interrupted=lambda: interrupted(self.out)):
             with meter(quiet=self.quiet) as shown:
-                yield callbacks(shown, doing)
+                yield callbacks(shown, "computing")
 
     def make(
         self,
@@ -128,7 +125,7 @@ def working(
     resumes  a command without output keeps its unfinished work
     told     what to say after Ctrl-C; None: `interrupted`
     """
-    work = CommandWork(out, quiet, as_json, time.monotonic(), page)
+    work = CommandWork(out, quiet, as_json, page)
     kept = f" Finished layers are kept.\n  -> Resume with the same command: {_command()}" if resumes else ""
     message = (lambda: (told or interrupted)(out)) if out else (lambda: f"Interrupted.{kept}")
     with failures(as_json=as_json, interrupted=message, writes=bool(out)), status_line(doing, quiet=quiet or as_json):

@@ -99,10 +99,10 @@ def compare(models: Sequence[str], places: Places, asked: Asked) -> Iterator[sho
         yield _sample(name, lambda name=name: Judge.of_model(model_allowed(name, places)), asked)  # type: ignore[misc]
 
 
-def tried(recipe: str, places: Places, asked: Asked, name: str = MERGE) -> show.Sample:
+def tried(recipe: str, places: Places, asked: Asked) -> show.Sample:
     """What the result of a recipe does. It is merged in memory, and has the bytes of a written merge."""
     asked.check(1)
-    return _sample(name, lambda: Judge.of_recipe(allowed(recipe, places)), asked)
+    return _sample(MERGE, lambda: Judge.of_recipe(allowed(recipe, places)), asked)
 
 
 def _sample(name: str, load: Callable[[], Judge], asked: Asked) -> show.Sample:

@@ -38,7 +38,7 @@ from weightsmith._features.adapters.steps import PLAIN_DTYPES, factor_step, stor
 from weightsmith._files.containers import DIFFUSERS_LORA, GGUF_ADAPTER, PEFT
 from weightsmith._files.containers import KOHYA as KOHYA_FILE
 from weightsmith._models.checkpoint import Checkpoint, HubModel, locate
-from weightsmith._models.formats.gguf.adapter_file import A_ENDING, B_ENDING, EMBEDDING, adapter_keys
+from weightsmith._models.formats.gguf.adapter_file import A_ENDING, B_ENDING, EMBEDDING, adapter_keys, check_heads
 from weightsmith._models.formats.gguf.architectures import architecture_of_config, text_config
 from weightsmith._models.formats.gguf.base.architecture import GgufArchitecture
 from weightsmith._models.formats.gguf.base.tensors import SplitTensor
@@ -53,7 +53,6 @@ from weightsmith._models.lora.config import tied_targets
 from weightsmith._models.lora.exact import as_lora, needs_base
 from weightsmith._models.lora.experts import ExpertPlace, StackedPlaces
 from weightsmith._models.lora.forms import ALPHA, PAIRS, FactorNames, as_matrix
-from weightsmith._models.lora.other_programs import check_heads
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.projections import GATED
 from weightsmith._models.structure.vocabulary import is_head, names_head, ties

@@ -47,7 +47,6 @@ class Donor:
     config     its config.json
     steps      the step that produces each tensor, by name, in model order
     structure  of its tensors
-    merged     whether it is an inline merge
     """
 
     label: str
@@ -55,7 +54,6 @@ class Donor:
     config: Mapping[str, Any]
     steps: Mapping[str, Step]
     structure: Structure
-    merged: bool = False
 
 
 class Assembly:
@@ -136,7 +134,7 @@ class Assembly:
         label = f"the merge of {' and '.join(m.ref for m in plan.models)} by {plan.provenance.name}"
         # `assembled.structure` is the donor's, and slices change the depth.
         structure = analyse([step.out for step in steps.values()], plan.config)
-        return Donor(label, assembled.inputs[plan.donor], plan.config or {}, steps, structure, merged=True)
+        return Donor(label, assembled.inputs[plan.donor], plan.config or {}, steps, structure)
 
 
 def take(step: Step, out: TensorSpec, block: Block | None = None) -> Step:

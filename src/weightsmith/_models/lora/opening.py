@@ -44,7 +44,7 @@ from weightsmith._models.lora.forms import (
 )
 from weightsmith._models.lora.kinds import KINDS, kind_of_part
 from weightsmith._models.lora.networks import DENOISER_BLOCKS, PUT_PREFIX, UNKNOWN, network_of
-from weightsmith._models.lora.other_programs import SUFFIX, is_gguf, is_gguf_adapter, is_mlx, open_gguf
+from weightsmith._models.lora.other_programs import SUFFIX, is_gguf, is_gguf_adapter, is_mlx
 from weightsmith._models.lora.peft_folder import open_peft
 from weightsmith._models.sources.composed import PartTensors, renamed
 
@@ -447,7 +447,9 @@ def _open_named(ref: str, path: Path) -> Adapter:
 
 def _open_single(ref: str, path: Path, folder: ModelFolder | None = None) -> Adapter:
     if is_gguf(path):
-        return open_gguf(ref, path)
+        from weightsmith._models.formats.gguf.adapter_file import open_gguf_adapter
+
+        return open_gguf_adapter(ref, path)
     opened = open_file(path, ref)
     folder = folder or ModelFolder(path.parent, config={})
     checkpoint = Checkpoint(ref, opened.source, folder, metadata=opened.metadata, notes=opened.notes)

@@ -28,7 +28,7 @@ from weightsmith._base.files import exists, show
 from weightsmith._base.tensors import MAX_STACKED, TensorSpec
 from weightsmith._base.text import count
 from weightsmith._models.checkpoint import Checkpoint, ModelFolder
-from weightsmith._models.lora.adapter import CONFIG_NAME, PREFIX, Adapter, Factors, sort_tensors
+from weightsmith._models.lora.adapter import CONFIG_NAME, PREFIX, Adapter, sort_tensors
 from weightsmith._models.sources.composed import PartTensors, TensorPart
 from weightsmith._models.structure.configs import finite_number, whole_number
 from weightsmith._models.structure.projections import MIXTRAL
@@ -232,41 +232,10 @@ def is_gguf_adapter(path: Path) -> bool:
         return False
 
 
-def open_gguf(ref: str, path: Path) -> Adapter:
-    """Open an adapter. Reads its header. Raises as `open_gguf_adapter`."""
-    from weightsmith._models.formats.gguf.adapter_file import open_gguf_adapter
-
-    opened = open_gguf_adapter(path, str(path))
-    config = {"base_model_name_or_path": opened.base} if opened.base else {}
-    updates = {pair.module: Factors(pair.a, pair.b, pair.embedding, pair.scaling) for pair in opened.factors}
-    checkpoint = Checkpoint(ref, opened.source, ModelFolder(path.parent, config=config))
-    return Adapter(checkpoint, updates, turned=opened.turned, heads=opened.heads)
-
-
-def check_heads(adapter: Adapter, config: Mapping[str, Any] | None) -> None:
-    """Raise MismatchError if the file states other numbers of heads than its base."""
-    if adapter.heads is not None and config is not None:
-        from weightsmith._models.formats.gguf import adapter_file
-
-        adapter_file.check_heads(adapter.heads, config, adapter.checkpoint.ref)
-
-
 def in_hub_order(adapter: Adapter, config: Mapping[str, Any] | None) -> Adapter:
-    """The adapter with the rows of q and k in the Hub's order; itself if they are. config: config.json of its base.
-
-    Raises Unsupported without a config, and as `adapter_file.in_hub_order` and `check_heads`. Closing it closes the adapter.
-    """
-    check_heads(adapter, config)
-    if not adapter.turned:
+    """The adapter with the rows of q and k in the Hub's order. Raises as `adapter_file.in_hub_order`."""
+    if adapter.heads is None and not adapter.turned:
         return adapter
-    checkpoint = adapter.checkpoint
-    if config is None:
-        what = "its rows of q and k are in llama.cpp's order, which depends on the number of heads, and no config.json says it"
-        raise Unsupported(what, where=checkpoint.ref, fix="name a base that has a config.json")
     from weightsmith._models.formats.gguf import adapter_file
 
-    source = adapter_file.in_hub_order(checkpoint.source, adapter.turned, config, checkpoint.ref)
-    ordered = Checkpoint(
-        checkpoint.ref, source, ModelFolder(checkpoint.folder, config=checkpoint.config), notes=checkpoint.notes
-    )
-    return replace(adapter, checkpoint=ordered, turned={})
+    return adapter_file.in_hub_order(adapter, config)

@@ -8,9 +8,3 @@ composed.py a folder and its subfolders, as one; parts of the tensors of a sourc
 A new file format is part of a stored format (`abc.stored.StoredFormat`): safetensors' and PyTorch's are in `formats/plain.py`.
 Test a source with a subclass of `weightsmith.testing.SourceTests`.
 """
-
-from __future__ import annotations
-
-from weightsmith.abc.tensors import FileKind as FileKind
-from weightsmith.abc.tensors import OpenedFiles as OpenedFiles
-from weightsmith.abc.tensors import Tensors as Tensors

@@ -321,14 +321,12 @@ class RowRule:
 class RowAlignment:
     """The rows of the output, by model.
 
-    rows      how many
     model_rows  int32 [rows] for each model: its row for each id; -1 where it has none
     defaults  the same: its row where models lack it, and it is the model, or one of those, whose rows replace theirs; else -1
     unused    for each model a row that is hardly used; -1 if there is none
     sources   number of tokens by what their rows are made from
     """
 
-    rows: int
     model_rows: tuple[Rows, ...]
     defaults: tuple[Rows, ...]
     unused: tuple[int, ...]
@@ -384,7 +382,7 @@ def align(
     counted |= {f"not in all: {labels[base]}": from_base, "not in all: mean": mean, "in no model": count == 0}
     sources = {name: int((which & used & ~ruled).sum()) for name, which in counted.items()}
     sources |= {"by 'tokens' of the recipe": int(ruled.sum()), "rows without a token": int((~used).sum())}
-    return RowAlignment(rows, tuple(model_rows), tuple(defaults), unused, {name: n for name, n in sources.items() if n})
+    return RowAlignment(tuple(model_rows), tuple(defaults), unused, {name: n for name, n in sources.items() if n})
 
 
 def unused_row(model: Vocabulary, size: int) -> int:

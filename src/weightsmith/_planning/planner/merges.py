@@ -207,7 +207,7 @@ def read_request(
     )
     maker = SegmentMaker(recipe, checked, models, request.labels)
     regions = maker.regions()
-    audit = Audit(checked, request.labels, recipe.at("merge_method"), lenient=options.lenient)
+    audit = Audit(checked, recipe.at("merge_method"), lenient=options.lenient)
     segments = [segment for region in regions for segment in region.segments]
     known = method is not None or bool(checked.parameters)
     if unmatched:  # how many models there are is not known

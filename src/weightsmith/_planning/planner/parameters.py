@@ -312,9 +312,8 @@ class Audit:
     wrong    ids of the entries whose value is reported
     """
 
-    def __init__(self, method: Method, labels: Sequence[str], where: str, *, lenient: bool) -> None:
+    def __init__(self, method: Method, where: str, *, lenient: bool) -> None:
         self.method = method
-        self.labels = labels
         self.where = where
         self.lenient = lenient
         self.problems: list[WeightsmithError] = []

@@ -16,12 +16,10 @@ A wrong value does not stop reading: all problems are reported at once, each wit
 from weightsmith._planning.recipe.grammar import GATE_MODES as GATE_MODES
 from weightsmith._planning.recipe.load import HARMLESS as HARMLESS
 from weightsmith._planning.recipe.load import OPTIONS as OPTIONS
-from weightsmith._planning.recipe.load import RETIRED as RETIRED
 from weightsmith._planning.recipe.load import Command as Command
 from weightsmith._planning.recipe.load import Loaded as Loaded
 from weightsmith._planning.recipe.load import load as load
 from weightsmith._planning.recipe.load import load_recipe as load_recipe
-from weightsmith._planning.recipe.load import parse as parse
 from weightsmith._planning.recipe.records import SCHEDULED as SCHEDULED
 from weightsmith._planning.recipe.records import Entry as Entry
 from weightsmith._planning.recipe.records import Expert as Expert
@@ -31,7 +29,6 @@ from weightsmith._planning.recipe.records import Module as Module
 from weightsmith._planning.recipe.records import Parameters as Parameters
 from weightsmith._planning.recipe.records import Recipe as Recipe
 from weightsmith._planning.recipe.records import Schedule as Schedule
-from weightsmith._planning.recipe.records import Section as Section
 from weightsmith._planning.recipe.records import Setting as Setting
 from weightsmith._planning.recipe.records import Slice as Slice
 from weightsmith._planning.recipe.records import Surgery as Surgery
@@ -39,9 +36,7 @@ from weightsmith._planning.recipe.records import TextRef as TextRef
 from weightsmith._planning.recipe.records import Tokenizer as Tokenizer
 from weightsmith._planning.recipe.records import TokenRule as TokenRule
 from weightsmith._planning.recipe.records import Upcycling as Upcycling
-from weightsmith._planning.recipe.records import gradient as gradient
 from weightsmith._planning.recipe.records import numeric as numeric
-from weightsmith._planning.recipe.tuning import Template as Template
 from weightsmith._planning.recipe.tuning import Tunable as Tunable
 from weightsmith._planning.recipe.tuning import read_template as read_template
 from weightsmith._planning.recipe.written import Source as Source

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from weightsmith._base.errors import (
     Finding,
@@ -31,7 +31,7 @@ from weightsmith._planning.recipe.kinds import NOT_IN_MIXTURES, Level, Walk
 from weightsmith._planning.recipe.records import ModelRef, Recipe, Section, Setting, Surgery, Upcycling
 from weightsmith._planning.recipe.tuning import tunables
 from weightsmith._planning.recipe.written import Source, WrittenRecipe, name_of, read_source, with_settings
-from weightsmith._planning.recipe.yaml import Document, Node, Pair, describe, read_yaml, short
+from weightsmith._planning.recipe.yaml import Document, Node, Pair, describe, short
 
 Command = Literal["merge", "moe"]
 
@@ -77,7 +77,8 @@ def load(
     command   None: decided by the top-level keys (`merge` if they do not decide)
     settings  values to set in the recipe first, by key path: {"parameters.t": 0.3, "models[0].model": "a"}; of several recipes,
               in the one whose name the path begins with, `blend.parameters.t`, else in the one without a name (else the last)
-    lenient, parameter_names   see `parse`
+    lenient   what mergekit ignores silently becomes a warning, and is ignored
+    parameter_names  of all methods: to recognise a parameter outside `parameters:`
 
     Raises TypeError for a source of another type, nothing else.
 
@@ -117,26 +118,6 @@ def load_recipe(source: Source) -> Loaded:
     ['a']
     """
     return load(source, "merge")
-
-
-def parse(
-    text: str, filename: str, *, lenient: bool = False, parameter_names: Collection[str] = ()
-) -> tuple[Recipe | None, list[WeightsmithError]]:
-    """The recipe of a merge in a YAML text (of several, see `load`), and all problems in the order of the text. Never raises.
-
-    filename         for positions
-    lenient          what mergekit ignores silently becomes a warning, and is ignored
-    parameter_names  of all methods: to recognise a parameter outside `parameters:`
-    The recipe is None if its skeleton is broken; never without problems.
-
-    >>> recipe, problems = parse("merge_method: linear\\nmodels: [{modle: a}]\\n", "r.yml")
-    >>> print(problems[0])
-    r.yml:2:11: unknown key 'modle' in an entry of 'models' (did you mean 'model'?); mergekit silently ignored it
-      -> Write 'model'.
-    """
-    written = WrittenRecipe(read_yaml(text, filename, lenient=lenient), text, filename, (filename, text))
-    loaded = _build(written, "merge", lenient, parameter_names)
-    return cast("Recipe | None", loaded.recipe), list(loaded.problems)
 
 
 def _where(document: Document, filename: str, key: str = "") -> str:

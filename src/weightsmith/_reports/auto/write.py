@@ -267,7 +267,6 @@ OWN_ROWS = 20
 class TextPair:
     """The texts of a fine-tune, as files of one row on each line. user_file: the user's file, "" for text of its own."""
 
-    name: str
     user_file: str
     statistics: Path
     held: Path
@@ -330,7 +329,7 @@ def recorded(path: Path) -> str:
 
 
 def _pair(name: str, file: str, folder: Path) -> TextPair:
-    return TextPair(name, file, folder / TEXTS / f"{name}.jsonl", folder / HELD_BACK / f"{name}.jsonl")
+    return TextPair(file, folder / TEXTS / f"{name}.jsonl", folder / HELD_BACK / f"{name}.jsonl")
 
 
 def _write(name: str, file: str, folder: Path, measured: Sequence[str], held: Sequence[str]) -> TextPair:

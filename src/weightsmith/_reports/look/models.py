@@ -93,14 +93,12 @@ class Matching:
     missing    for each model, the first one's tensors that it does not have
     strange    for each model, its tensors that the first one does not have
     different  tensors whose shapes, or dtypes of integers, differ: name, and what each has
-    structure  of the first model
     """
 
     matrices: tuple[MatchedTensor, ...]
     missing: tuple[tuple[str, ...], ...]
     strange: tuple[tuple[str, ...], ...]
     different: tuple[tuple[str, tuple[str, ...]], ...]
-    structure: Structure
 
 
 def match(models: Sequence[Checkpoint], patterns: Sequence[str] = ()) -> Matching:
@@ -133,7 +131,7 @@ def match(models: Sequence[Checkpoint], patterns: Sequence[str] = ()) -> Matchin
         tuple(mine for theirs, mine in names.items() if theirs not in first.specs and matches(mine, patterns))
         for names in names_of
     ]
-    return Matching(tuple(matrices), tuple(map(tuple, missing)), tuple(strange), tuple(different), first_structure)
+    return Matching(tuple(matrices), tuple(map(tuple, missing)), tuple(strange), tuple(different))
 
 
 def _comparable(specs: Sequence[TensorSpec]) -> bool:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from weightsmith._activations.decoder import Arithmetic, Base
-from weightsmith._activations.decoder.forward import Decoder, Layer, build, gradients_at, transformers_config
+from weightsmith._activations.decoder.forward import Decoder, Layer, gradients_at, transformers_config
 from weightsmith._activations.losses import (
     LOGITS_AT_ONCE,
     TOKENS_AT_ONCE,
@@ -33,9 +33,9 @@ from weightsmith._activations.losses import (
     token_losses,
     token_parts,
 )
-from weightsmith._activations.running import workers
+from weightsmith._activations.running import build_decoder, workers
 from weightsmith._activations.scored_rows import ScoredRows
-from weightsmith._base.errors import MismatchError, NonFinite, PlanError, StoreError, WeightsmithError
+from weightsmith._base.errors import MismatchError, NonFinite, StoreError
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._base.torch_use import usable_device
 from weightsmith._engine.local import MemoryOutput, run
@@ -265,7 +265,7 @@ class Evaluator:
             specs, resources, self.device, budget // 2, allow_nonfinite=allow_nonfinite, memory=memory
         )
         self._parts = parts_of(one.model.structure, one.base, steps)
-        self._decoder = _build(self.base)
+        self._decoder = build_decoder(self.base)
         self._states_budget = budget - (self._weights.nbytes if self._weights.holds_model else 0)
         self._states = dict[str, dict[int, tuple[str, Tensor]]]()
 
@@ -282,7 +282,7 @@ class Evaluator:
         """Let linear layers multiply in another dtype from now on."""
         if arithmetic != self.base.arithmetic:
             self.base = replace(self.base, arithmetic=arithmetic)
-            self._decoder = _build(self.base)
+            self._decoder = build_decoder(self.base)
             self._states.clear()
 
     def fits(self, plan: Plan) -> bool:
@@ -315,7 +315,7 @@ class Evaluator:
             for part in rows:
                 self._states.pop(part.name, None)  # no candidate begins as the reference does
             weights = {name: tensor.clone() for name, tensor in self._head_weights().items()}
-        return Reference(_build(self.base), weights, states, name, memory)
+        return Reference(build_decoder(self.base), weights, states, name, memory)
 
     def own_losses(self, rows: Rows, reference: Reference) -> Numbers:
         """The nats of a reference on its own rows, as `losses` finds them: float64 [rows]. Its memory then has what it
@@ -436,7 +436,7 @@ class Evaluator:
                     self._weights.take(list(candidate.tensors))
                 yield
         except BaseException:
-            self._decoder = _build(self.base)
+            self._decoder = build_decoder(self.base)
             raise
 
     def _layer(self, number: int, tokens: int) -> AbstractContextManager[Layer]:
@@ -623,10 +623,3 @@ def parts_of(structure: Structure, base: Base, steps: Sequence[Step]) -> list[li
         is_main = place is not None and place[0] == structure.main
         parts[place[1] if is_main and place is not None else base.layers].append(step.out.name)
     return parts
-
-
-def _build(base: Base) -> Decoder:
-    decoder = build(base, {})
-    if isinstance(decoder, WeightsmithError):
-        raise PlanError([decoder])
-    return decoder

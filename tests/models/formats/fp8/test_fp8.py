@@ -29,9 +29,9 @@ from weightsmith._models.checkpoint import open_checkpoint
 from weightsmith._models.formats import compressed_tensors, fp8
 from weightsmith._models.formats.decoded import CHUNK_ELEMENTS, DecodedTensors
 from weightsmith._models.formats.scaled import ScaledWeight
-from weightsmith._models.sources import Tensors
 from weightsmith._planning.planner.reopen import reopen
 from weightsmith.abc.stored import Wrapped
+from weightsmith.abc.tensors import Tensors
 from weightsmith.testing import SourceCase, SourceTests
 
 E4M3, BF16 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.bfloat16)

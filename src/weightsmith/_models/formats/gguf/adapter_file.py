@@ -26,8 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsmith._base.errors import FormatError, MismatchError, Unsupported
-from weightsmith._base.files import DAMAGED, Opener, open_local, show
+from weightsmith._base.files import DAMAGED, show
 from weightsmith._base.tensors import DTYPES, TensorSpec
+from weightsmith._models.checkpoint import Checkpoint, ModelFolder
 from weightsmith._models.formats.decoded import DecodedTensors, Weight, read_all
 from weightsmith._models.formats.gguf.architectures import architectures, text_config
 from weightsmith._models.formats.gguf.base.architecture import GgufArchitecture
@@ -36,6 +37,7 @@ from weightsmith._models.formats.gguf.header import ADAPTER_TYPE, GgufHeader, Gg
 from weightsmith._models.formats.gguf.layout import Value
 from weightsmith._models.formats.gguf.reading import MAX_EXPERTS, GgufTensors, StoredBlocks
 from weightsmith._models.formats.gguf.writing import from_llama_order
+from weightsmith._models.lora.adapter import Adapter, Factors
 from weightsmith._models.sources.files import SourceFile, unite
 from weightsmith.abc.tensors import Tensors
 
@@ -50,48 +52,13 @@ _MERGE = "merge it into the model with llama.cpp's llama-export-lora"
 _HEADS = ("attention.head_count", "attention.head_count_kv")
 
 
-@dataclass(frozen=True, slots=True)
-class GgufFactors:
-    """The factors of one module.
-
-    module     as the Hub names it: `model.layers.0.self_attn.q_proj`
-    a, b       names of the tensors of `GgufAdapter.source`
-    embedding  A is [rank, tokens] and B [hidden, rank]
-    scaling    alpha / rank
-    """
-
-    module: str
-    a: str
-    b: str
-    embedding: bool
-    scaling: float
-
-
-@dataclass(frozen=True, slots=True)
-class GgufAdapter:
-    """An adapter that was opened.
-
-    source   its tensors: factors in the Hub's shapes
-    factors  of each module
-    base     the model that it names, a Hub id or a name; ""
-    turned   tensor of B whose rows are in llama.cpp's order → the module's name there; {}: rows are in the Hub's order
-    heads    of q and k, by which rows were brought into the Hub's order; None if none were
-    """
-
-    source: Tensors
-    factors: tuple[GgufFactors, ...]
-    base: str
-    turned: Mapping[str, str]
-    heads: tuple[int, int] | None = None
-
-
-def open_gguf_adapter(path: Path, where: str, open_file: Opener = open_local) -> GgufAdapter:
-    """Open an adapter. Reads its header.
+def open_gguf_adapter(ref: str, path: Path) -> Adapter:
+    """Open an adapter, as one of PEFT's folders. Reads its header.
 
     Raises FormatError for bytes that break the format and factors that do not fit, Unsupported for kinds of adapters and
     architectures that are not read.
     """
-    header = read_gguf_header(path, open_file)
+    header, where = read_gguf_header(path), str(path)
     keys = header.keys
     _check_kind(keys, where)
     architecture = _architecture(header, where)
@@ -100,7 +67,7 @@ def open_gguf_adapter(path: Path, where: str, open_file: Opener = open_local) ->
         raise Unsupported(what, where=where, fix=f"use the adapter that it was made of, or {_MERGE}")
     stored: list[StoredBlocks] = []
     moved: list[MovedFactor] = []
-    factors: list[GgufFactors] = []
+    updates: dict[str, Factors] = {}
     turned: dict[str, str] = {}
     alpha = _alpha(keys, where)
     heads = _heads(GgufValues(keys, where, DAMAGED, f"{architecture.name}."))
@@ -130,14 +97,16 @@ def open_gguf_adapter(path: Path, where: str, open_file: Opener = open_local) ->
                     moved.append(_in_order(spec, architecture.rotated_heads(name, *heads), where))
                 elif reordered:
                     turned[names[part]] = name.split(".")[-2]
-            factors.append(GgufFactors(module, names["A"], names["B"], embedding, alpha / rank if alpha else 1.0))
+            updates[module] = Factors(names["A"], names["B"], embedding, alpha / rank if alpha else 1.0)
     dtypes = {tensor.dtype.name for tensor in header.tensors}
     natural = DTYPES[next(iter(dtypes)) if len(dtypes) == 1 and dtypes < {"F32", "F16", "BF16"} else "F32"]
     source: Tensors = GgufTensors(unite([stored], path.parent), [SourceFile(path, header.state, header.digest)], where, natural)
     if moved:
         source = DecodedTensors(source, moved, (), where)
     ordered = heads if any(weight.head_rows for weight in moved) else None
-    return GgufAdapter(source, tuple(factors), _base(keys), turned, ordered)
+    config = {"base_model_name_or_path": base} if (base := _base(keys)) else {}
+    checkpoint = Checkpoint(ref, source, ModelFolder(path.parent, config=config))
+    return Adapter(checkpoint, updates, turned=turned, heads=ordered)
 
 
 def _check_kind(keys: Mapping[str, Any], where: str) -> None:
@@ -154,28 +123,40 @@ def _check_kind(keys: Mapping[str, Any], where: str) -> None:
         raise Unsupported(what, where=where, fix="use it with llama.cpp: it cannot be merged")
 
 
-def check_heads(heads: tuple[int, int], config: Mapping[str, Any], where: str) -> None:
-    """Raise MismatchError for a base with other numbers of heads than the file's. config: config.json of the base."""
+def check_heads(adapter: Adapter, config: Mapping[str, Any] | None) -> None:
+    """Raise MismatchError if the file states other numbers of heads than its base. config: config.json of the base."""
+    if adapter.heads is None or config is None:
+        return
     of_text = GgufConfig(text_config(config))
     if of_text.get("num_attention_heads") is None:
         return
     number = of_text.count("num_attention_heads")
-    of_base = number, of_text.count("num_key_value_heads", number)
+    heads, of_base = adapter.heads, (number, of_text.count("num_key_value_heads", number))
     if of_base != heads:
         what = f"it is for {heads[0]} heads of q and {heads[1]} of k, and the base has {of_base[0]} and {of_base[1]}"
-        raise MismatchError(what, where=where, fix="name the base that the adapter was trained on")
+        raise MismatchError(what, where=adapter.checkpoint.ref, fix="name the base that the adapter was trained on")
 
 
-def in_hub_order(adapter: Tensors, turned: Mapping[str, str], config: Mapping[str, Any], where: str) -> DecodedTensors:
-    """The tensors with the rows of q and k in the Hub's order. turned: see `GgufAdapter`; config: config.json of the base.
+def in_hub_order(adapter: Adapter, config: Mapping[str, Any] | None) -> Adapter:
+    """The adapter with the rows of q and k in the Hub's order; itself if they are. config: config.json of its base.
 
-    Raises FormatError for a number of heads that does not fit.
+    Raises Unsupported without a config, FormatError for a number of heads that does not fit, and as `check_heads`. Closing it
+    closes the adapter.
     """
+    check_heads(adapter, config)
+    if not adapter.turned:
+        return adapter
+    checkpoint = adapter.checkpoint
+    if config is None:
+        what = "its rows of q and k are in llama.cpp's order, which depends on the number of heads, and no config.json says it"
+        raise Unsupported(what, where=checkpoint.ref, fix="name a base that has a config.json")
     of_text = GgufConfig(text_config(config))
     number = of_text.count("num_attention_heads")
     heads = {"attn_q": number, "attn_k": of_text.count("num_key_value_heads", number)}
-    weights = [_in_order(adapter.specs[name], heads[module], where) for name, module in turned.items()]
-    return DecodedTensors(adapter, weights, (), where)
+    weights = [_in_order(checkpoint.specs[name], heads[module], checkpoint.ref) for name, module in adapter.turned.items()]
+    source = DecodedTensors(checkpoint.source, weights, (), checkpoint.ref)
+    folder = ModelFolder(checkpoint.folder, config=checkpoint.config)
+    return replace(adapter, checkpoint=Checkpoint(checkpoint.ref, source, folder, notes=checkpoint.notes), turned={})
 
 
 @dataclass(frozen=True, slots=True)

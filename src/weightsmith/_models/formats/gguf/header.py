@@ -94,12 +94,12 @@ def read_gguf_header(path: Path, open_file: Opener = open_local) -> GgufHeader:
         return _Reader(file, path).header()
 
 
-def is_adapter_header(path: Path, open_file: Opener = open_local) -> bool:
+def is_adapter_header(path: Path) -> bool:
     """Whether a GGUF file is of an adapter. Reads its keys up to `general.type`, which writers put first.
 
     Raises as `read_gguf_header`.
     """
-    with open_file(path) as file:
+    with open_local(path) as file:
         return text_of(_Reader(file, path).value_of("general.type")) == ADAPTER_TYPE
 
 
