@@ -3,7 +3,7 @@
 #
 #   make demo      real fine-tunes of a real model, merged, loaded with transformers, measured: 3 minutes on two cores, then
 #                  2.4 GB in build/
-#   make test      every command and feature: up to 9 minutes on two cores; the last line names what was left out, and how to run it
+#   make test      every command and feature: 4 minutes on two idle cores; the last line names what was left out, and how to run it
 #   make test-all  these, then all others: `test-second` (more formats, families and methods, whole processes, readers, servers,
 #                  pages), `test-sweeps`, `dist` and `site`
 #   make test-second   the tests that `make test` leaves out, but for the sweeps

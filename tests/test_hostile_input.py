@@ -304,7 +304,7 @@ def test_router_weights_of_a_plan_are_checked(tmp_path: Path, key: str, value: o
 # ---- messages
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_messages_are_short_and_printable(here: Path) -> None:
     big, strange = "x" * 100_000, "\x1b[2J\u202e\ny"
     write_checkpoint(here / "c", {f"{strange}{i}.w": np.zeros((2, 2), np.float32) for i in range(500)}, {"model_type": "llama"})
@@ -395,7 +395,7 @@ def test_a_link_is_not_replaced_by_a_file(tmp_path: Path) -> None:
     assert (tmp_path / "mine").read_text() == "mine"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_too_many_open_files_is_said_with_the_limit(tmp_path: Path) -> None:
     code = (
         "import resource, sys, numpy, weightsmith\n"

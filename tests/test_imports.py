@@ -165,7 +165,7 @@ sys.meta_path.insert(0, Blocker())
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_merging_works_where_torch_transformers_and_safetensors_are_not_installed(tmp_path: Path) -> None:
     make_models(tmp_path)
     (tmp_path / "linear.yml").write_text(LINEAR)

@@ -190,7 +190,7 @@ def test_work_that_had_finished_nothing_is_begun_anew_when_the_recipe_changes(he
     assert weights(here / "out") == weights(here / "fresh")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_changed_since_work_was_interrupted_is_said_in_the_terms_of_the_recipe(here: Path) -> None:
     interrupt("ties.yml")
     text = (here / "ties.yml").read_text()
@@ -280,7 +280,7 @@ def test_what_a_merge_made_can_be_merged_again(here: Path) -> None:
     assert (here / "second" / "recipe.yml").read_text() != (here / "first" / "recipe.yml").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_seed_changes_the_random_masks_and_nothing_else(here: Path) -> None:
     weightsmith.merge("dare_ties.yml", "one", seed=1)
     weightsmith.merge("dare_ties.yml", "two", seed=2)

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "weightsmith"
 PACKAGES = re.findall(r"^\| `(\w+)` \| ", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
@@ -32,6 +34,7 @@ def test_the_table_lists_the_packages_that_there_are() -> None:
     assert sorted(PACKAGES) == sorted(path.parent.name for path in SOURCE.glob("*/__init__.py"))
 
 
+@pytest.mark.long
 def test_a_package_imports_only_packages_above_it() -> None:
     upward = []  # but for the studio, a program that stands on the public names
     for number, package in enumerate(PACKAGES):

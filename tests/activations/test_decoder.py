@@ -167,6 +167,7 @@ def test_a_base_that_is_merged_on_the_way_has_the_states_of_the_merge(tmp_path: 
                 torch.testing.assert_close(states.mlp_input[k], mlp_input[states.index], rtol=1e-5, atol=5e-6)
 
 
+@pytest.mark.long
 def test_a_merge_on_the_way_can_be_stopped(tmp_path: Path) -> None:
     """Also while the whole model is looked at, for `scope: model`."""
     for seed, name in enumerate("ab"):

@@ -114,7 +114,7 @@ def test_scales_caps_and_biases_of_logits_are_those_of_transformers(config: Any,
     check_losses(losses, expected_logs(folder, rows), rows)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_divergence_and_agreement_are_those_of_whole_predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In parts of three tokens."""
     a, b, rows = save_model(tmp_path / "a"), save_model(tmp_path / "b"), tiny_rows()
@@ -136,7 +136,7 @@ def test_divergence_and_agreement_are_those_of_whole_predictions(tmp_path: Path,
     assert itself["agreement"].sum() == rows.tokens
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_arrays_are_the_same_for_any_number_of_threads(tmp_path: Path) -> None:
     folder, rows = save_model(tmp_path / "m"), tiny_rows()
     _, known = computed(folder, rows, keep=True, threads=1)

@@ -86,7 +86,7 @@ def assert_merged(weights: Weights, expected: Callable[[str], torch.Tensor], fol
         torch.testing.assert_close(weights[name].double(), (a[name] + b[name]) / 2)
 
 
-@pytest.mark.matrix("parameters0-*", "parameters2-*")
+@pytest.mark.matrix("parameters0-*")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("parameters", "alpha", "mu"),
@@ -334,7 +334,7 @@ def test_statistics_are_released_layer_by_layer(
     assert one == two
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_no_model_is_layers_ahead_where_products_are_begun_slowly(
     deep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -362,7 +362,7 @@ def test_no_model_is_layers_ahead_where_products_are_begun_slowly(
     assert len(layers) == 10
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_statistics_are_removed_before_those_of_the_next_layer_are_begun(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,7 +70,7 @@ def weights(folder: Any) -> dict[str, bytes]:
 # ---- tokens
 
 
-@pytest.mark.matrix("llama", "gemma3", "mixtral")
+@pytest.mark.matrix("llama")
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma3", "phi3", "mixtral", "qwen3 moe"])
 def test_each_token_is_drawn_from_what_transformers_predicts(family: str) -> None:
@@ -93,7 +93,7 @@ def test_each_token_is_drawn_from_what_transformers_predicts(family: str) -> Non
         assert ids[len(start) :] == [int(np.searchsorted(p, x, side="right")) for p, x in zip(shares, uniform, strict=False)]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_threads_change_no_token_and_the_seed_does() -> None:
     folder = save_model(Path("m"))
     by_seed = []
@@ -133,7 +133,7 @@ def test_a_layer_that_cannot_be_loaded_ends_all_threads(monkeypatch: pytest.Monk
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ThreadPool")]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_layer_is_loaded_once_for_the_rows_of_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     loads = watched_loads(monkeypatch)
     with prepared_for(save_model(Path("m")), own_settings(rows=5), "gptq-4bit") as prepared:
@@ -207,7 +207,7 @@ def test_a_plan_says_what_models_write_and_the_memory_for_it(cli: Cli) -> None:
     assert "while a model writes its text: " in printed
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("method", "parameters"),
     [("regmean", {"through": "merge"}), ("fisher", {"weight": 1}), ("task_arithmetic", {"weight": 1, "aim": 0.5})],
@@ -221,7 +221,7 @@ def test_methods_that_look_at_a_text_take_it(method: str, parameters: dict[str, 
     assert json.loads(Path("one/weightsmith.json").read_text())["own_texts"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_quantised_merge_is_calibrated_on_what_the_merge_writes() -> None:
     save_all()
     recipe = merge_of(None, "linear", weight=1)
@@ -263,7 +263,7 @@ def test_a_measurement_and_what_follows_from_it_share_a_text(
     assert (text["rows"], text["tokens"], len(draws)) == (6, 16, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_died_goes_on_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_model(Path("m"))
     with interrupted(monkeypatch, "states 1"):
@@ -362,7 +362,7 @@ def mixture_of(**options: Any) -> dict[str, Any]:
     return {"base_model": "./base", "gate_mode": "hidden", "prompt_tokens": 24, "experts": experts, **options}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_gates_come_from_what_the_model_of_each_expert_writes() -> None:
     save_all()
     weightsmith.moe(mixture_of(), "one", threads=1, progress=False)

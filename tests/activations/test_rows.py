@@ -113,6 +113,7 @@ def test_pieces_end_where_paragraphs_lines_or_words_do(text: str, expected: list
     assert list(rows.pieces([text[:7], "", text[7:]])) == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_the_text_of_a_conversation_is_what_is_said_in_it(kind: str, tmp_path: Path) -> None:
     talks = [
@@ -189,7 +190,7 @@ def test_a_file_beyond_the_limit_is_not_even_hashed(tmp_path: Path) -> None:
         text_source(str(tmp_path / "t.txt"), None, 5, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("columns", [1, 2])
 def test_a_row_of_parquet_is_its_text_or_all_that_is_text(columns: int, tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
@@ -216,7 +217,7 @@ def write_bomb(path: Path, rows_: int, characters: int) -> Path:
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_a_parquet_file_holds_is_bounded_when_it_is_decompressed(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,7 +34,7 @@ def test_the_progress_of_the_products_of_a_phase_is_one() -> None:
     assert told == [(done, 4000) for done in (0, 125, 250, 250, 625, 1000, 3500, 3750, 4000)]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "narrow"])  # a width that EXL2 does not store
 def test_states_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     """Also where it fuses experts, or q, k and v, which the plan stores one by one."""
@@ -58,7 +58,7 @@ def test_states_are_those_of_transformers(tmp_path: Path, name: str) -> None:
         torch.testing.assert_close(torch.from_numpy(arrays[f"states {i}"][0]), entering[i], rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.matrix("llama", "mixtral")
+@pytest.mark.matrix("llama")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma2", "phi3", "mixtral", "qwen3 moe"])
 def test_gradients_are_those_of_the_whole_model(name: str, tmp_path: Path) -> None:

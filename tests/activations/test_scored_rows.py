@@ -117,7 +117,7 @@ def test_answers_are_scored_up_to_their_end(tmp_path: Path) -> None:
     assert tokenizer.decode(ids.tolist(), skip_special_tokens=False).startswith("<s><|user|>Hi<|end|>\n<|assistant|>Café")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_conversations_of_sharegpt_are_those_of_messages(tmp_path: Path) -> None:
     names = {"user": "human", "assistant": "gpt"}
     turns = [{"from": names[m["role"]], "value": m["content"]} for m in TALK["messages"]]

@@ -168,7 +168,7 @@ def test_statistics_of_each_model_are_those_of_transformers(tmp_path: Path) -> N
                 assert_near(both[:, x.shape[1] :], whole.slope_moments(weight.removesuffix(".weight")))
 
 
-@pytest.mark.matrix("llama", "gemma3", "mixtral")
+@pytest.mark.matrix("llama")
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [name for name in CONFIGS if name != "biased"])
 def test_statistics_of_every_family_are_those_of_float64(family: str, tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_statistics_of_every_family_are_those_of_float64(family: str, tmp_path: 
             assert error < 1e-5, (weight, request.kind, error)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_each_expert_has_the_statistics_of_the_tokens_that_reach_it(tmp_path: Path) -> None:
     recipe, quantize_settings = models_of(tmp_path, "mixtral"), settings(tmp_path, calibration_rows=2, calibration_tokens=8)
     with prepare(recipe) as prepared:
@@ -241,7 +241,7 @@ def test_statistics_are_the_same_for_any_threads_and_memory(tmp_path: Path) -> N
             assert {name: array.tobytes() for name, array in again.items()} == {n: a.tobytes() for n, a in first.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("memory", [None, 20_000])
 @pytest.mark.parametrize(("kinds", "alone"), [(["gram", "moments"], []), (["fisher"], ["states 1", "states 2"])])
 def test_what_is_made_with_a_statistic_is_as_if_computed_alone(
@@ -284,7 +284,7 @@ def test_a_gram_matrix_is_symmetric_whatever_is_above_its_diagonal() -> None:
     torch.testing.assert_close(GRAM.finish(total, 30, 30), x.T @ x)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_merge_that_is_not_written_has_statistics(tmp_path: Path) -> None:
     recipe, quantize_settings = models_of(tmp_path), settings(tmp_path)
     recipe["dtype"] = "float32"
@@ -304,7 +304,7 @@ def test_a_merge_that_is_not_written_has_statistics(tmp_path: Path) -> None:
     assert_near(arrays[array_name(request, f"{module}.weight")], whole.entering(module).square().mean(0))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_products_are_computed_layer_by_layer_and_what_nothing_needs_is_left_out(tmp_path: Path) -> None:
     recipe, quantize_settings = models_of(tmp_path), settings(tmp_path)
     with prepare(recipe) as prepared:
@@ -332,7 +332,7 @@ def arrays_as_output(prepared: Prepared) -> Prepared:
     return prepared.with_plan(replace(prepared.plan, steps=steps))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_is_resumed_with_the_statistics_that_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, quantize_settings = models_of(tmp_path), settings(tmp_path)
     keep, product_names = Staging.keep, list[str]()

@@ -67,6 +67,7 @@ def recipe(method: str, **texts: Any) -> dict[str, Any]:
     return {"merge_method": method, "base_model": "./base", "models": models, "dtype": "float32"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", KINDS)
 def test_a_merge_from_folders_has_the_bytes_of_that_from_texts(
     method: str, measured_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -183,6 +184,7 @@ def test_an_array_that_is_damaged_is_not_merged(work: Path) -> None:
         weightsmith.merge(recipe("fisher"), work / "out", card=False, progress=False)
 
 
+@pytest.mark.long
 def test_statistics_go_on_after_a_kill_and_replace_nothing_of_others(
     measured_models: Path, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -236,7 +236,7 @@ def test_looking_at_names_reads_no_tensor(recipe: dict[str, Any], monkeypatch: p
     assert reads == [next(iter(merged))]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_results_have_a_short_repr_and_an_html_one(plain: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "<b>").symlink_to(tmp_path / "b")
     plain["models"][1]["model"] = "./<b>"

@@ -146,7 +146,7 @@ def fixes() -> Iterator[tuple[str, str]]:
                     yield f"{path.relative_to(SOURCE)}:{node.lineno}", text  # type: ignore[attr-defined]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_fix_says_what_to_do() -> None:
     all_fixes = list(fixes())
     assert len(all_fixes) > 200

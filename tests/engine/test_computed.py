@@ -110,7 +110,7 @@ class TestComputed(SourceTests):
         return SourceCase(opened, expected, other)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("tile_bytes", [1, 300_000, 1 << 20])
 @pytest.mark.parametrize("method", METHODS)
 def test_any_tiles_are_what_the_engine_writes(method: str, tile_bytes: int, folder: Path, tmp_path: Path) -> None:
@@ -123,6 +123,7 @@ def test_any_tiles_are_what_the_engine_writes(method: str, tile_bytes: int, fold
     source.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["ties", "nuslerp"])
 def test_threads_share_the_statistics(method: str, folder: Path, tmp_path: Path) -> None:
     expected = written(folder, METHODS[method], tmp_path / "out")
@@ -297,7 +298,7 @@ def test_products_and_whole_matrices_give_what_the_engine_writes(name: str, laye
     source.close()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_whole_matrix_is_held_where_memory_is_short(layers: Path, tmp_path: Path) -> None:
     expected = written(layers, WHOLE["tsv_m"], tmp_path / "out")
     source = opened(layers, WHOLE["tsv_m"], Resources(1, resident_bytes=1))

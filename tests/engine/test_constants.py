@@ -74,6 +74,7 @@ def test_the_cases_have_these_jobs(name: str, tmp_path: Path, monkeypatch: pytes
     assert class_names == {name.partition(",")[0]}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("value", [np.nan, np.inf], ids=str)
 @pytest.mark.parametrize("name", BY_JOB)
 def test_what_is_no_number_is_an_error_that_says_where(name: str, value: float, tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ def test_work_of_another_identity_is_not_resumed(here: Path) -> None:
 # ---- the program
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_module_that_a_merge_imports_is_part_of_the_program(here: Path) -> None:
     """The modules that reading, merging and writing load, and planning does not, against those that the text names."""
     (here / "ties.yml").write_text(json.dumps(TIES) + "\n")

@@ -223,6 +223,7 @@ def test_results_of_other_recipes_are_computed_from_copies(folders: Folders) -> 
     assert merged.copied_bytes == merged.read_bytes > 0
 
 
+@pytest.mark.long
 def test_a_base_with_an_adapter_is_read_from_the_copy_of_the_base(folders: Folders) -> None:
     a = folders.root / "share" / "a"
     weightsmith.extract_lora(a, folders.root / "share" / "b", folders.root / "adapter", max_rank=4, fsync=False, progress=False)
@@ -236,6 +237,7 @@ def test_a_base_with_an_adapter_is_read_from_the_copy_of_the_base(folders: Folde
     assert 0 < merged.copied_bytes < merged.read_bytes
 
 
+@pytest.mark.long
 def test_nothing_is_fetched_of_a_remote_model_that_has_a_copy(tmp_path: Path) -> None:
     models = [model(k, layers=3, width=96) for k in range(2)]
     served = {f"m{k}/{name}": data for k, data_of in enumerate(models) for name, data in data_of.items()}

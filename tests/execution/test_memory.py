@@ -85,6 +85,7 @@ def test_the_bytes_are_those_of_a_merge_of_files(name: str, tmp_path: Path) -> N
     same(in_memory(case, models, seed=3), from_files(tmp_path, case, models, seed=3))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["linear", "ties", "dare_linear"])
 def test_the_result_does_not_depend_on_threads(name: str) -> None:
     models = models_of(CASES[name].inputs)

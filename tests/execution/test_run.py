@@ -116,7 +116,7 @@ def read_again(plan: weightsmith.Plan, **options: Any) -> int:
     return max(totals)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_run_that_publishes_reads_again_only_what_parts_have_not_vouched_for(here: Path) -> None:
     weightsmith.merge("ties.yml", "whole", max_shard_bytes=SHARD, progress=False)
     plan = weightsmith.plan("ties.yml", max_shard_bytes=SHARD)
@@ -131,7 +131,7 @@ def test_the_run_that_publishes_reads_again_only_what_parts_have_not_vouched_for
     assert read_again(plan) == second > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_file_of_a_part_that_has_changed_is_read_again_and_damage_is_repaired(here: Path) -> None:
     weightsmith.merge("ties.yml", "whole", max_shard_bytes=SHARD, progress=False)
     plan = weightsmith.plan("ties.yml", max_shard_bytes=SHARD)
@@ -152,7 +152,7 @@ def test_a_file_of_a_part_that_has_changed_is_read_again_and_damage_is_repaired(
     assert files(here / "out") == files(here / "whole")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_part_that_is_being_done_is_busy_and_so_is_the_whole(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightsmith._outputs.staging.ATTACH_SECONDS", 0.2)
     plan, messages = weightsmith.plan("ties.yml", max_shard_bytes=SHARD), []
@@ -272,7 +272,7 @@ def test_a_part_is_not_for_a_cluster(here: Path) -> None:
         weightsmith.run(weightsmith.plan("ties.yml", max_shard_bytes=SHARD), "out", part=(1, 2), ray="auto")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_tensors_made_from_other_numbers_of_a_product_are_made_again(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the product was lost and computed again, and came out otherwise."""
     weightsmith.run(weightsmith.plan("ties.yml", max_shard_bytes=SHARD), "out", part=(1, 2))
@@ -384,7 +384,7 @@ def at(data: Any, path: tuple[Any, ...]) -> Any:
     return data
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_mutated_plan_is_one_clear_error_or_runs_inside_its_inputs(tmp_path: Path) -> None:
     for seed, name in enumerate("ab"):
         plan_help.model(tmp_path / name, seed=seed)

@@ -210,7 +210,7 @@ def test_interrupted_work_of_a_result_is_resumed(models: Path, tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_result_of_other_models_is_made_again(models: Path, tmp_path: Path) -> None:
     recipe = _at(models, f"{SCOPED}---\n{TIES}")
     other = recipe.replace("weight: 1, density: 0.5", "weight: 1, density: 0.2", 1)
@@ -277,7 +277,7 @@ def test_what_the_run_of_a_kept_result_left_when_it_died_is_removed(
 # ---- one plan
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_plan_in_json_computes_results_on_the_way(models: Path, tmp_path: Path) -> None:
     recipe = _at(models, f"{LINEAR}---\n{TIES}")
     plan = weightsmith.plan(recipe)
@@ -294,7 +294,7 @@ def _run(file: Path, out: Path, **options: Any) -> bytes:
     return (out / "model.safetensors").read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_result_that_is_used_twice(models: Path, tmp_path: Path) -> None:
     two = LINEAR.replace("name: one", "name: two").replace("model: A", "model: one").replace("0.7", "0.2")
     last = TIES.replace("model: B", "model: two")
@@ -371,7 +371,7 @@ def test_an_adapter_inside_a_stage_and_one_on_its_result(models: Path, adapter: 
     assert (tmp_path / "outside/model.safetensors").read_bytes() == by_hand(outside, tmp_path / "second")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_format_is_that_of_the_output(models: Path, tmp_path: Path) -> None:
     for stage in (LINEAR, SCOPED):
         recipe = _at(models, f"{stage}---\n{TIES}")
@@ -422,7 +422,7 @@ SHAPES["self_attn.o_proj"] = (4, 4)
 DENSE = {f"model.layers.{i}.{name}.weight": shape for i in range(2) for name, shape in SHAPES.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_mixture_whose_merges_read_results(models: Path, tmp_path: Path) -> None:
     for seed, name in enumerate("ABC"):
         model(tmp_path / name, seed=seed, extra=DENSE, settings={"hidden_size": 4, "intermediate_size": 6, **HEADS})

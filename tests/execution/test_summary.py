@@ -91,6 +91,7 @@ def test_plain_models_are_read_as_they_are_stored(work: Path) -> None:
     assert "decoded" not in str(summary)
 
 
+@pytest.mark.long
 def test_tensors_take_memory(work: Path) -> None:
     peaks = []
     for number in (10, 2010):

@@ -103,7 +103,7 @@ def test_any_bytes_as_header(text: bytes, data: bytes, tmp_path: Path) -> None:
     check(tmp_path / "a.safetensors", len(text).to_bytes(8, "little") + text + data)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @fuzz
 @given(good=good_headers(), place=st.floats(0, 1, exclude_max=True), new=st.binary(max_size=3), cut=st.integers(0, 3))
 def test_a_good_file_with_a_few_bytes_replaced(
@@ -121,7 +121,7 @@ def test_a_good_header_with_a_few_values_replaced(spoiled: tuple[Any, bytes], tm
     check(tmp_path / "a.safetensors", file_of(*spoiled))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @fuzz
 @given(good=good_headers())
 def test_a_good_file_is_accepted(good: tuple[dict[str, Any], bytes], tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_good_file_is_accepted(good: tuple[dict[str, Any], bytes], tmp_path: P
     assert {t.spec.name for t in read_header(path).tensors} == good[0].keys() - {"__metadata__"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @fuzz
 @given(tree=st.recursive(ODD, lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=3), x, max_size=3)))
 def test_any_json(tree: Any, tmp_path: Path) -> None:

@@ -835,7 +835,7 @@ def small(path: Path, protocol: int) -> bytes:
     return save(path, {"state_dict": value, "epoch": 3, "lr": 0.1, "x": [b"a", (1,)]}, pickle_protocol=protocol).read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_file_cut_at_any_byte_is_refused(tmp_path: Path) -> None:
     data = small(tmp_path / "a.pt", 2)
     assert attempt(tmp_path / "a.pt", data) is not None

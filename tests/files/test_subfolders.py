@@ -45,6 +45,7 @@ def test_a_damaged_list_of_modules_is_left_to_its_loader(text: str, tmp_path: Pa
     assert module_folders(tmp_path, write(tmp_path, {"modules.json": text})) == ()
 
 
+@pytest.mark.long
 def test_modules_and_their_files_are_bounded(tmp_path: Path) -> None:
     many = tmp_path / "many"
     names = write(many, {"modules.json": modules(*(f"{i}_Dense" for i in range(MAX_MODULES + 1)))})

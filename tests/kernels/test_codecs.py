@@ -72,7 +72,7 @@ def check_rounding(name: str) -> None:
         same_values(encoded(single, name).astype(np.float32), single.astype(SMALL[name]).astype(np.float32))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", SMALL)
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50))
 def test_encode_any_float32(name: str, bits: list[int]) -> None:

@@ -113,6 +113,7 @@ def test_a_variant_has_the_digest_of_its_branches() -> None:
     assert {name for name in NAMES if one[name] != large[name]} == {"outer"}
 
 
+@pytest.mark.long
 def test_a_digest_is_the_same_in_every_process() -> None:
     source = SOURCE.replace("x in (1.0, 5.0)", 'str(x) in {"one", "two", "three"}')
     code = f"from tests.kernels.test_identity import digests\nprint(digests({source!r}))"
@@ -188,6 +189,7 @@ def files(folder: Path) -> dict[str, int]:
     return {path.name.removeprefix("cached."): path.stat().st_ino for path in folder.iterdir()}
 
 
+@pytest.mark.long
 @compiled
 def test_a_kernel_without_a_digest_is_not_kept(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     @kernel
@@ -200,7 +202,7 @@ def test_a_kernel_without_a_digest_is_not_kept(kept: Path, monkeypatch: pytest.M
     assert not files(kept)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @compiled
 @pytest.mark.parametrize(
     ("old", "new", "again", "results"),

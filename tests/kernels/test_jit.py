@@ -125,7 +125,7 @@ def test_a_kernel_from_the_cache_needs_little_of_numba(tmp_path: Path) -> None:
     assert printed == ["1 True\n", "1 False\n"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @compiled
 @pytest.mark.parametrize("size_left", [0, 100])
 def test_a_kernel_whose_file_is_damaged_is_compiled_again(size_left: int, kept: Path) -> None:

@@ -128,6 +128,7 @@ def bf16_tiles(n: int) -> tuple[np.ndarray, np.ndarray]:
 MANY = 100_019 if numba.core.config.DISABLE_JIT else 10_000_019  # as plain Python an element takes a microsecond
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("n", [1, LANES - 1, BLOCK + LANES + 3, pytest.param(MANY, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("grain", [LANES + 1, 16 * BLOCK])
 def test_a_distance_of_bf16_has_the_bits_of_the_same_numbers_in_float32(n: int, grain: int) -> None:
@@ -199,7 +200,7 @@ def test_random_words_depend_on_key_and_index_alone(key: int, index: int, n: int
         assert int(words[offset + j]) == reference.philox(key, index + j)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @given(stacks(2, 2), st.data())
 def test_radix_selection_is_sorting(stack: np.ndarray, data: st.DataObject) -> None:
     n = stack.shape[1]
@@ -298,7 +299,7 @@ def test_task_vectors_are_float64_results_to_float32_rounding(
     np.testing.assert_array_less(np.abs(got - expected)[sure], ((models + 3) * 2.0**-24 * size + 1e-30)[sure])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @given(stacks(2), st.integers(64, 5000))
 @settings(max_examples=50)
 def test_l1_norms_before_and_after_a_mask(stack: np.ndarray, grain: int) -> None:
@@ -379,7 +380,7 @@ def test_probability_by_rank(stack: np.ndarray, how: tuple[float, float, bool]) 
     np.testing.assert_allclose(got, np.where(kept, row / p if unbiased else row, 0.0), rtol=1e-14)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @given(stacks(2, 2), st.integers(1, 8), st.integers(8, 300))
 def test_groups_of_neighbours_shared_out(stack: np.ndarray, keep: int, group: int) -> None:
     n = stack.shape[1]
@@ -459,6 +460,7 @@ def test_exponentials_and_logarithms_of_our_own_are_the_libraries() -> None:
     np.testing.assert_allclose(out, np.log(x), rtol=5e-16, atol=2e-16)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spread", [1e-5, 3e-3, 0.99 * NEAR, 1.01 * NEAR, 0.3, 5.0])
 @pytest.mark.parametrize("cols", [1, 70, 2 * BLOCK + 17])
 def test_divergence_of_rows_to_the_last_digits(spread: float, cols: int) -> None:

@@ -171,7 +171,7 @@ def test_a_pair_elects_as_any_number_of_models_does(stored: str) -> None:
                 assert outs[0].tobytes() == outs[1].tobytes()
 
 
-@pytest.mark.matrix("dare_ties", "della")
+@pytest.mark.matrix("dare_ties")
 @pytest.mark.slow
 @pytest.mark.skipif(bool(numba.core.config.DISABLE_JIT), reason="a minute each; the kernels of it have tests of their own")
 @pytest.mark.parametrize("method", ["dare_linear", "dare_ties", "della"])

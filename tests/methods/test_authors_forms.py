@@ -63,6 +63,7 @@ def differing(got: np.ndarray, expected: np.ndarray) -> int:
 # ---- of one vector as long as the model
 
 
+@pytest.mark.long
 def test_ties() -> None:
     """The authors keep all that is as large as the (d - ⌊K d⌋)-th smallest: one element of each model more than ⌊K d⌋."""
     base, tuned = models(3)
@@ -78,6 +79,7 @@ def test_ties() -> None:
     assert 0 < differing(got, expected) <= 3
 
 
+@pytest.mark.long
 def test_localize_and_stitch() -> None:
     """The authors keep what is larger than the smallest of the top k: one element less of each model; embeddings stay."""
     base, tuned = models(3)
@@ -91,6 +93,7 @@ def test_localize_and_stitch() -> None:
     assert 0 < differing(flat(got, names), expected) <= 3
 
 
+@pytest.mark.long
 def test_ram_and_ramplus() -> None:
     base, tuned = models(3, sparse=0.3)
     vectors = np.stack([flat(d) for d in task_vectors(base, tuned)])
@@ -132,6 +135,7 @@ def test_task_arithmetic_and_soup() -> None:
         near(soup[name], np.mean([model[name] for model in tuned], axis=0))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("density", [0.1, 0.7])
 def test_dare(density: float) -> None:
     """What is not dropped is divided by the probability of staying."""
@@ -143,6 +147,7 @@ def test_dare(density: float) -> None:
     assert kept.mean() == pytest.approx(density, abs=5 * np.sqrt(density * (1 - density) / kept.size))
 
 
+@pytest.mark.long
 def test_della() -> None:
     """Ranks of magnitude in each row become probabilities, and each element is divided by its own."""
     base, (tuned,) = models(1)
@@ -157,6 +162,7 @@ def test_della() -> None:
         near(thinned, np.where(thinned != 0, rows / probability, 0.0))
 
 
+@pytest.mark.long
 def test_breadcrumbs() -> None:
     """Of each row the largest are removed, then the next largest kept."""
     base, tuned = models(2)
@@ -173,6 +179,7 @@ def test_breadcrumbs() -> None:
         near(got[name], expected)
 
 
+@pytest.mark.long
 def test_sce() -> None:
     """The selection makes the models' shares; what is merged are the whole deltas."""
     base, tuned = models(3)
@@ -195,6 +202,7 @@ def test_sce_takes_the_positive_where_deltas_cancel() -> None:
     near(got["w"], np.array([1.0, 2.0, 3.0]))
 
 
+@pytest.mark.long
 def test_cabs_groups_the_flattened_matrix() -> None:
     """Here groups end with their row: the same where the columns are a multiple of the group."""
     base, tuned = models(2)

@@ -148,6 +148,7 @@ def test_karcher_of_models_that_have_nothing_in_common(tmp_path: Path) -> None:
     np.testing.assert_allclose(merge(tmp_path, "karcher", arrays, KARCHER), whole.karcher(arrays), rtol=1e-11)
 
 
+@pytest.mark.long
 def test_karcher_of_two_is_half_of_a_slerp_between_their_directions(tmp_path: Path) -> None:
     a, b = apart(2)
     b *= np.linalg.norm(a) / np.linalg.norm(b)
@@ -364,7 +365,7 @@ MANY = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("method", MANY)
 def test_thirty_models(method: str, tmp_path: Path) -> None:
     shared, reference = MANY[method]

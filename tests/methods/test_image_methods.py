@@ -105,6 +105,7 @@ def test_a_matrix_that_was_only_turned_is_turned_back() -> None:
     np.testing.assert_allclose(merged("rotate", [a @ turn + 0.5], a), a @ turn + 0.5, atol=1e-12)
 
 
+@pytest.mark.long
 def test_noise_is_normal_and_depends_on_the_seed_and_the_name() -> None:
     zeros = np.zeros((300, 400))
 

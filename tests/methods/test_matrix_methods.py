@@ -529,7 +529,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.matrix("method", "stage")
+@pytest.mark.matrix("method")
 @pytest.mark.cpu
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", [TSV, SPECTRUM, SCALED, STAGE], ids=["method", "spectrum", "scaled", "stage"])

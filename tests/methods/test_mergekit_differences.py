@@ -18,6 +18,7 @@ from tests.mini import run_method
 from weightsmith._base.tensors import DTYPES
 
 
+@pytest.mark.long
 def test_breadcrumbs_keep_the_deltas_of_small_tensors(tmp_path: Path) -> None:
     """With fewer than 1/gamma elements nothing is an outlier; mergekit 0.1.4 then zeroed the delta."""
     base = np.zeros(64, ml_dtypes.bfloat16)
@@ -27,6 +28,7 @@ def test_breadcrumbs_keep_the_deltas_of_small_tensors(tmp_path: Path) -> None:
     np.testing.assert_array_equal(got, np.where(np.arange(64) < 64 - 57, 0, model))
 
 
+@pytest.mark.long
 def test_della_ranks_of_a_long_row_are_all_different(tmp_path: Path) -> None:
     """A model in bf16 and 4,096 ranks: the share that is kept grows evenly, not in 700 steps."""
     n, rows = 4096, 400
@@ -39,6 +41,7 @@ def test_della_ranks_of_a_long_row_are_all_different(tmp_path: Path) -> None:
     np.testing.assert_allclose(kept, expected, atol=6 * 0.5 / np.sqrt(rows * 64))
 
 
+@pytest.mark.long
 def test_della_unbiased_keeps_every_rank_on_average(tmp_path: Path) -> None:
     """The paper's rescale: the expected delta is the delta; mergekit's L1 makes it 1.25 at the top and 0.31 at the bottom."""
     n, rows = 256, 4000
@@ -61,6 +64,7 @@ def test_a_matrix_of_one_column_can_be_merged_by_rank(tmp_path: Path) -> None:
     np.testing.assert_allclose(got[kept], model[kept], rtol=1e-6)
 
 
+@pytest.mark.long
 def test_sce_weighs_small_deltas_by_their_energy_too(tmp_path: Path) -> None:
     """Ordinary fine-tunes have mean squares far below mergekit's floor of 1e-6, under which all shares are equal."""
     base = np.zeros((40, 50), ml_dtypes.bfloat16)

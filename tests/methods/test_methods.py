@@ -73,7 +73,7 @@ def test_same_bytes_for_any_cut_and_number_of_threads(name: str, tmp_path: Path)
     assert many.tobytes() == one.tobytes()
 
 
-@pytest.mark.matrix("linear", "slerp", "karcher", "ties", "nearswap", "dare_linear")
+@pytest.mark.matrix("linear", "dare_linear")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", swept(CASES))
 def test_mixed_dtypes_meet_in_float32(name: str, tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_copy_and_cast(tmp_path: Path) -> None:
         np.testing.assert_array_equal(cast, array.astype(np.float32).astype(np.float16))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("density", [0.03, 0.5, 0.97])
 def test_ties_is_exact_where_the_first_tile_is_unlike_the_rest(density: float, tmp_path: Path) -> None:
     """The window guessed from one tile then misses the threshold, and it is found by counting again."""

@@ -100,6 +100,7 @@ def test_a_recipe_may_hold_the_function_itself(project: Path) -> None:
     assert staged.provenance.name.startswith("mean@")
 
 
+@pytest.mark.long
 def test_its_plan_runs_in_this_process_alone(project: Path) -> None:
     plan = weightsmith.plan(holding(mean))
     weightsmith.run(plan, "out", progress=False)
@@ -619,7 +620,7 @@ def test_the_page_shows_the_example() -> None:
     assert len([command for text in shown for command in sessions(text)]) >= 3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_small_models_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The example's recipe on models that hold numbers: a gradient reaches the function layer by layer."""
     monkeypatch.chdir(tmp_path)

@@ -28,6 +28,7 @@ def merged_delta(folder: Path, arrays: list[np.ndarray], **steps: Any) -> np.nda
     return got - f64(arrays)[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("norm", ["mean", "max", "task_arithmetic"])
 def test_norm_match_gives_the_delta_the_norm_that_is_asked_for(norm: str, tmp_path: Path) -> None:
     arrays = fine_tunes((200, 517), 2, np.float64)
@@ -53,6 +54,7 @@ SAMPLE = {"task_arithmetic", "ties", "nearswap", "ram", "tsv_m"}
 """Methods of every run: one of each kind of job that the step wraps."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", sampled([m for m in methods.NAMES if methods.get(m).base == "required"], SAMPLE))
 def test_scaling_a_delta_to_nothing_leaves_the_base(method: str, tmp_path: Path) -> None:
     from tests.cases import CASES

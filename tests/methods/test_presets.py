@@ -78,7 +78,7 @@ def test_a_preset_says_what_it_is_and_where_it_comes_from(file: Path) -> None:
     assert yaml.safe_load(file.read_text())["dtype"] in ("bfloat16", "float32")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("file", PRESETS, ids=lambda file: file.stem)
 def test_a_preset_plans_and_merges(file: Path, merged: Callable[[str], weightsmith.Merged]) -> None:
     written = merged(file.stem)
@@ -168,7 +168,7 @@ def test_warp_s_slerp_is_of_task_vectors(folder: Path, merged: Callable[[str], w
         np.testing.assert_allclose(got, expected, rtol=2**-7, atol=2**-7, err_msg=tensor)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_two_stages_of_dare_with_ties_follow_each_other(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

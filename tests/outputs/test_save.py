@@ -332,7 +332,7 @@ def test_any_torch_view_is_read_back_bit_for_bit(folder: Path, array: np.ndarray
     check_in_tiny_tiles({"t": tensor, "again": tensor}, folder)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=100, deadline=None)
 @given(arrays())
 def test_tensors_on_a_device_are_copied_in_pieces(folder: Path, array: np.ndarray) -> None:
@@ -354,7 +354,7 @@ def test_tensors_on_a_gpu(tmp_path: Path) -> None:
     check({"a": weight, "b": weight.T, "c": weight[::2, ::3].bfloat16(), "d": weight[0, 0]}, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_large_tensors_take_the_real_tiles(tmp_path: Path) -> None:
     matrix = np.random.default_rng(0).integers(0, 2**16, (1500, 2100), dtype=np.uint16)
     cube = matrix.reshape(30, 50, 2100)

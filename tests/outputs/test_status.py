@@ -61,6 +61,7 @@ def test_a_run_in_this_process_while_it_runs(work: Path) -> None:
     assert counted[-1] == (6, 6)
 
 
+@pytest.mark.long
 def test_a_run_that_was_killed(work: Path) -> None:
     killed()
     status = weightsmith.status("out")

@@ -138,7 +138,7 @@ def test_names_are_checked_where_they_are_stored() -> None:
     assert len(draft(*twice).finish(stored=False).steps) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_drafts_alone_make_plans_and_none_is_changed_afterwards() -> None:
     """`Plan(…)` is called in `PlanDraft.finish` alone, and no `replace(….plan, …)` makes one of another."""
     calls = []

@@ -63,7 +63,7 @@ def test_the_models_of_the_demo_can_become_gguf(cli: Cli, tmp_path: Path) -> Non
     assert (tmp_path / "gguf/model.gguf").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_folder_with_blanks_and_json(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     ran = cli("demo", "a b", "--json")

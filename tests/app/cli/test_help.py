@@ -35,7 +35,7 @@ finally:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_help_imports_nothing_heavy() -> None:
     ran = run_process("--help", code=_LOADED)
     assert ran.code == 0
@@ -160,7 +160,7 @@ def test_no_line_of_help_is_wider_than_the_terminal(columns: int) -> None:
     assert [(name, line) for name, text in pages.items() for line in text.splitlines() if len(line) > columns] == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_help_is_a_command_too(cli: Cli) -> None:
     assert cli("help", "merge").out == cli("merge", "--help-all").out
     assert cli("help").out == cli("--help").out
@@ -183,7 +183,7 @@ def test_no_command_at_all_prints_the_help(cli: Cli) -> None:
     assert "Start here:" in ran.err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_output_survives_a_terminal_that_knows_only_ascii() -> None:
     ran = run_process("methods", "ties", env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}, fresh=True)
     assert ran.code == 0

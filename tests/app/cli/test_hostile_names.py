@@ -223,7 +223,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_mixtures_and_adapters_that_succeed_forge_no_line(real: Path, cli: Cli) -> None:
     cli.monkeypatch.chdir(real)
     trying = Trying(cli, real)

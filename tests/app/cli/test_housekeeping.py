@@ -120,7 +120,7 @@ def test_a_folder_that_does_not_exist_is_an_error(cli: Cli, work: Path) -> None:
 # ---- doctor
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_doctor_names_the_files_that_may_have_settings(work: Path) -> None:
     (work / "mine.toml").touch()
     for chosen, named in (("", "./weightsmith.toml"), ("mine.toml", "mine.toml or ./weightsmith.toml")):

@@ -101,7 +101,7 @@ def test_an_adapter_may_be_named_with_its_base(cli: Cli, work: Path) -> None:
     assert cli("init", "-", "--goal=bake", "--model=base+my lora.safetensors").out == apart
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_on_a_terminal_it_asks(work: Path) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "weightsmith", "init"]
@@ -127,7 +127,7 @@ def test_names_are_completed() -> None:
     assert goal_names("b") == ["blend", "bake"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_shell_completes_the_names_of_methods() -> None:
     variables = {"_WEIGHTSMITH_COMPLETE": "complete_bash", "COMP_WORDS": "weightsmith methods bread", "COMP_CWORD": "2"}
     command = [sys.executable, "-c", "from weightsmith._app.cli import main; main()"]

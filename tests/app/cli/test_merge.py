@@ -316,7 +316,7 @@ def test_ctrl_c_ends_no_program_that_calls_the_command_line(tmp_path: Path) -> N
     assert (ran.returncode, ran.stdout) == (0, "went on after 130\n")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("command", ["schema", "methods"])  # more, and less, than a buffer holds
 def test_a_reader_that_goes_away_ends_a_process_that_wrote_nothing_without_a_word(command: str) -> None:
     process = subprocess.Popen(

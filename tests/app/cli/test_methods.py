@@ -80,7 +80,7 @@ def test_the_schema_knows_good_recipes_from_bad_ones(cli: Cli) -> None:
     assert not validator.is_valid(yaml.safe_load(LINEAR.replace("models:", "modles:")))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_schema_of_moe_recipes_is_printed_on_request(cli: Cli) -> None:
     printed = cli("schema", "moe").out
     assert json.loads(printed) == json.loads(json.dumps(moe_schema(all_methods())))

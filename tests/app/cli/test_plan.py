@@ -151,7 +151,7 @@ def test_long_names_are_neither_cut_nor_wrapped_in_a_pipe(tmp_path: Path) -> Non
     assert "\x1b" not in ran.out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_colour_is_for_terminals_whose_user_wants_it() -> None:
     def on_a_terminal(**options: str) -> str:
         ours, theirs = pty.openpty()
@@ -207,7 +207,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_calibrated_weights_are_explained_by_their_own_names(cli: Cli, small: Path) -> None:
     plan, name = ["plan", "copy.yml", "--quantize", "w4a16", *CALIBRATED], "model.layers.0.mlp.gate_proj.weight"
     text = cli(*plan, "--explain", name).out
@@ -268,7 +268,7 @@ def test_a_plan_that_is_measured_first_says_so(cli: Cli, small: Path, flags: lis
     assert "size by kind of tensor (about)" in text
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_warnings_of_the_plan_that_follows_are_shown_once(cli: Cli, small: Path) -> None:
     """Those of the first plan are not shown again."""
     ran = cli("quantize", "llama", "out", "--format", "exl2", "--bits", "4.55", *CALIBRATED)
@@ -291,7 +291,7 @@ def test_a_quantised_plan_shows_the_size_of_each_kind(cli: Cli, small: Path) -> 
     assert "bits a number" in cli(*quantize).out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "flags", [["w4a16"], ["w4a16", *CALIBRATED], ["exl2", "--bits", "4.1", "--uniform", *CALIBRATED]], ids=" ".join
 )
@@ -299,7 +299,7 @@ def test_what_is_made_is_counted_in_weights(cli: Cli, small: Path, flags: list[s
     assert "out: 21 tensors, " in cli("quantize", "llama", "out", "--format", *flags).out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_an_earlier_run_made_of_calibrated_weights_is_counted_in_arrays(
     small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,7 +29,7 @@ def test_a_recipe_comes_from_standard_input(work: Path) -> None:
     assert "error[unknown-method]: <stdin>:1:1: no merge method is called 'linaer'" in ran.err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_standard_input_that_is_not_text_is_an_error(work: Path) -> None:
     import subprocess
     import sys

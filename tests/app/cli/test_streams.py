@@ -203,7 +203,7 @@ def test_help_that_cannot_be_printed_is_no_traceback(arguments: list[str]) -> No
     )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_error_keeps_its_code_if_its_json_cannot_be_printed(tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
@@ -225,7 +225,7 @@ def test_numbers_of_closed_streams_are_given_to_no_file() -> None:
     assert run_process(code=code).code == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_pipe_that_another_program_made_non_blocking_gets_every_line() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

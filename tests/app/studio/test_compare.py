@@ -85,6 +85,7 @@ def test_what_cannot_be_run_is_said_and_the_others_are_run(root: Path, places: P
         list(compare(names, places, Asked("x" * 200_000)))
 
 
+@pytest.mark.long
 def test_a_merge_in_memory_is_the_merge_that_is_written(root: Path, places: Places) -> None:
     """Numbers of `tried` against transformers on the folder that a merge writes."""
     text, out = recipe(root), root / "out" / "written"

@@ -125,7 +125,7 @@ paths = st.sampled_from(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @given(st.dictionaries(paths, values, max_size=4))
 def test_what_is_written_is_shown(changes: dict[draft.Path, Any]) -> None:
     controls = by_path(changed(COMBINE, changes))

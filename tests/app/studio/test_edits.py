@@ -106,7 +106,7 @@ trees = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @given(trees, styles, st.data())
 def test_any_way_to_write_a_recipe_is_edited_to_what_was_wanted(
     tree: dict[str, Any], style: bool | None, data: st.DataObject

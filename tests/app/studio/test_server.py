@@ -207,7 +207,7 @@ def test_others_need_the_token_that_it_prints(root: Path) -> None:
         assert (code, "replaces no result" in text) == (409, True)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_changes_reach_all_who_listen(studio: Studio, root: Path) -> None:
     heard = [urllib.request.urlopen(f"{studio.address}events", timeout=20) for _ in range(2)]
 

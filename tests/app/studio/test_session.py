@@ -113,6 +113,7 @@ def harmless(text: str) -> bool:
 # ---- the recipe
 
 
+@pytest.mark.long
 def test_edits_are_applied_in_order_and_once(root: Path, session: Session) -> None:
     write(session, recipe(root))
     fr = f"{root}/models/fr"
@@ -130,6 +131,7 @@ def test_edits_are_applied_in_order_and_once(root: Path, session: Session) -> No
     assert session.text == later["text"]
 
 
+@pytest.mark.long
 def test_a_restart_returns_to_the_recipe_and_the_runs(root: Path, session: Session) -> None:
     version = write(session, recipe(root))
     followed(session, "preview", version)
@@ -209,6 +211,7 @@ def test_problems_have_their_lines_and_a_correct_recipe_its_costs(root: Path, se
     assert [name for name, _ in notes["costs"]] == ["size", "memory"]
 
 
+@pytest.mark.long
 def test_a_preview_has_the_numbers_of_the_command(root: Path, session: Session) -> None:
     shown = followed(session, "preview", write(session, recipe(root)))
     previewed = preview(recipe(root), progress=False)
@@ -225,6 +228,7 @@ def test_a_preview_has_the_numbers_of_the_command(root: Path, session: Session) 
         assert "when the recipe is correct" in followed(session, "preview", write(session, wrong))["html"]
 
 
+@pytest.mark.long
 def test_the_distance_is_torchs(root: Path, session: Session) -> None:
     """A preview of all elements, and the merge that is written, against norms that torch computes."""
     import torch
@@ -343,6 +347,7 @@ def test_what_may_not_be_read_is_not_merged_tried_swept_or_looked_at(root: Path,
         session.close()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not available(), reason="needs torch and transformers")
 def test_a_try_and_its_limits(root: Path, session: Session) -> None:
     write(session, recipe(root))
@@ -423,6 +428,7 @@ def test_a_search_finds_what_the_command_finds(root: Path, session: Session) -> 
     assert "Stopped" in finished(session)["html"]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not available() or find_spec("cmaes") is None, reason="needs torch, transformers and cmaes")
 def test_a_text_that_is_too_short_is_said_before_a_search(root: Path, session: Session) -> None:
     write(session, recipe(root))
@@ -518,6 +524,7 @@ def test_what_was_interrupted_is_said_by_the_next_studio(root: Path, session: Se
         third.close()
 
 
+@pytest.mark.long
 def test_looking_at_one_two_and_more_models(root: Path, session: Session) -> None:
     base, fr, de = (f"{root}/models/{name}" for name in ("base", "fr", "de"))
     for models, said in (
@@ -534,6 +541,7 @@ def test_looking_at_one_two_and_more_models(root: Path, session: Session) -> Non
         session.tasks.look(session.text, [])
 
 
+@pytest.mark.long
 def test_two_runs_side_by_side(root: Path, session: Session) -> None:
     for text in (recipe(root), recipe(root).replace("density: 0.5", "density: 0.9", 1)):
         version = write(session, text)

@@ -103,6 +103,7 @@ def test_a_control_of_the_page_mends_it(error: Exception, shown: str, button: st
     assert "&lt;text&gt;" not in html
 
 
+@pytest.mark.long
 def test_a_model_that_cannot_be_tried_says_so_in_the_pages_words() -> None:
     def load() -> Judge:
         raise ParameterError("its rows are too long", fix=f"write shorter rows: {assignment('tokens', 128)}")

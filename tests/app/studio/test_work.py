@@ -27,7 +27,7 @@ def tensors(folder: Path) -> bytes:
     return (folder / "model.safetensors").read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_merge_ends_with_its_report(root: Path) -> None:
     work = StudioWork()
     assert show.status(work.status) == ""

@@ -95,7 +95,7 @@ def test_a_page_is_the_same_for_the_same_values() -> None:
     assert to_html(a_page()) == to_html(a_page())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_report_of_ten_thousand_tensors_has_all_of_them_in_two_megabytes() -> None:
     """Numbers of a diff of a mixture of experts: 40 experts, 83 layers, 3 parts; each with 16 singular values and 20 bars."""
     rng, names, rows, places, pictures = np.random.default_rng(1), ("gate_proj", "up_proj", "down_proj"), [], [], []

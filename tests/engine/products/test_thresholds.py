@@ -54,7 +54,7 @@ def kept_of_the_model(models: list[dict[str, np.ndarray]], i: int, density: floa
     }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("density", [0.01, 0.2, 0.7])
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32], ids=["bf16", "f32"])
 def test_ties_of_the_paper_ranks_the_whole_model(dtype: Any, density: float, tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_ties_of_the_paper_ranks_the_whole_model(dtype: Any, density: float, tmp
         np.testing.assert_allclose(got[name], expected, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_outliers_of_the_whole_model(tmp_path: Path) -> None:
     models = make_models(tmp_path, np.float32)
     got = run(tmp_path, "breadcrumbs", "weight: 1, density: 0.3, gamma: 0.01", "scope: model")
@@ -78,7 +78,7 @@ def test_outliers_of_the_whole_model(tmp_path: Path) -> None:
         np.testing.assert_allclose(got[name], expected, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_sample_that_misleads_costs_passes_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models = make_models(tmp_path, np.float32)
     real, passes = Thresholds.end, []

@@ -77,7 +77,7 @@ def parts_of(workers: Threads) -> list[tuple[int, int] | None]:
     return [share.part for share in workers.started]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", [TIES, MODEL_WIDE], ids=["tensor", "model"])
 def test_the_bytes_are_those_of_one_process(here: Path, recipe: Any) -> None:
     alone = weightsmith.merge(recipe, "whole", progress=False, max_shard_bytes=SHARD)
@@ -92,7 +92,7 @@ def test_the_bytes_are_those_of_one_process(here: Path, recipe: Any) -> None:
     assert not staging_folder(here / "out").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_part_of_a_lost_worker_is_done_again_and_keeps_what_was_finished(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weightsmith.merge(TIES, "whole", progress=False, max_shard_bytes=SHARD)
     finished: list[str] = []
@@ -130,7 +130,7 @@ def test_workers_that_are_lost_again_and_again_are_an_error(here: Path) -> None:
     assert files(here / "out") == files(here / "whole")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_part_whose_lock_a_lost_worker_still_holds_waits_for_it(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when a machine is cut off from the cluster, but not from the shared folder."""
     weightsmith.merge(TIES, "whole", progress=False, max_shard_bytes=SHARD)
@@ -175,6 +175,7 @@ def test_a_lock_that_stays_is_an_error(here: Path, monkeypatch: pytest.MonkeyPat
             staging.close()
 
 
+@pytest.mark.long
 def test_a_disk_that_is_away_for_a_moment_is_waited_for(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weightsmith.merge(TIES, "whole", progress=False, max_shard_bytes=SHARD)
     monkeypatch.setattr(cluster, "MISSING_PAUSE_SECONDS", 0.1)
@@ -208,7 +209,7 @@ def test_a_disk_that_stays_away_ends_the_run_and_the_work_is_kept(here: Path, mo
     assert exit_code(caught.value) == Exit.INPUT_FAILED
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_slow_part_is_done_by_a_second_worker_and_the_first_answer_counts(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,7 +262,7 @@ def test_the_error_of_a_worker_is_that_of_one_process(here: Path) -> None:
     assert caught.value.code == alone.value.code
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ctrl_c_ends_the_workers_and_leaves_work_that_resumes_in_one_process(here: Path) -> None:
     def progress(now: weightsmith.Progress) -> None:
         if 0 < now.tensors < now.total_tensors:
@@ -351,7 +352,7 @@ def test_parts_are_not_smaller_than_they_need_be(here: Path, monkeypatch: pytest
     assert part_count(plan, 2) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_no_resume_discards_what_was_there(here: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         merge(Threads(1), callbacks=Callbacks(interrupt))

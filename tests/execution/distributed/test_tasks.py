@@ -117,8 +117,7 @@ def shared(workers: Threads, case: str) -> None:
             workers.join()
 
 
-@pytest.mark.matrix("gptq", "mixture")
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_the_bytes_are_those_of_one_process(here: Path, done: list[tuple[str, tuple[str, ...]]], case: str) -> None:
     alone(case)

@@ -57,6 +57,7 @@ def units(recipe: Any) -> int:
     return len(units_of(plan, plan.products[0]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("recipe", "passes"), [(MODEL_WIDE, 2), (RAM, 1)], ids=["thresholds", "ramplus"])
 def test_each_unit_is_measured_once_and_the_bytes_are_those_of_one_process(
     here: Path, measured: list[tuple[str, int, int]], recipe: Any, passes: int
@@ -71,6 +72,7 @@ def test_each_unit_is_measured_once_and_the_bytes_are_those_of_one_process(
     assert files(here / "out") == files(here / "one-process")
 
 
+@pytest.mark.long
 def test_a_window_that_was_missed_takes_two_more_passes_of_all_workers(
     here: Path, measured: list[tuple[str, int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +91,7 @@ def test_a_window_that_was_missed_takes_two_more_passes_of_all_workers(
     assert files(here / "out") == files(here / "one-process")
 
 
+@pytest.mark.long
 def test_what_a_lost_worker_has_not_measured_others_do(
     here: Path, measured: list[tuple[str, int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +126,7 @@ def test_parts_that_run_one_after_the_other_measure_once(here: Path, measured: l
     assert files(here / "out") == files(here / "one-process")
 
 
+@pytest.mark.long
 def test_parts_that_run_at_once_share_and_a_killed_one_is_not_waited_for(
     here: Path, measured: list[tuple[str, int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +192,7 @@ def test_a_header_takes_no_memory_for_what_its_file_does_not_hold(tmp_path: Path
     assert peak_bytes < 1 << 22
 
 
+@pytest.mark.long
 def test_a_sparse_file_takes_no_memory_for_the_arrays_that_it_does_not_hold(tmp_path: Path) -> None:
     """A machine that crashes may leave a file with a size and without its data."""
     nbytes = 1 << 27
@@ -267,6 +272,7 @@ def test_another_window_has_results_of_its_own(
     assert files(here / "out") == files(here / "one-process")
 
 
+@pytest.mark.long
 def test_units_of_another_size_have_results_of_their_own(
     here: Path, measured: list[tuple[str, int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,6 +309,7 @@ def test_counts_of_other_dtypes_or_shapes_are_made_again(
     assert files(here / "out") == files(here / "one-process")
 
 
+@pytest.mark.long
 def test_the_counts_of_a_unit_are_freed_before_those_of_the_next(
     here: Path, measured: list[tuple[str, int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,6 +338,7 @@ def test_the_counts_of_a_unit_are_freed_before_those_of_the_next(
     assert max(most) <= 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["link", "file"])
 def test_a_folder_of_results_that_is_something_else_is_one_error(here: Path, what: str) -> None:
     plan = weightsmith.plan(MODEL_WIDE, max_shard_bytes=SHARD)
@@ -349,6 +357,7 @@ def test_a_folder_of_results_that_is_something_else_is_one_error(here: Path, wha
     assert not list((here / "elsewhere").iterdir())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["link", "folder", "pipe"])
 @pytest.mark.parametrize("name", ["lock-products", "lock-2-of-2"])
 def test_a_lock_that_is_something_else_is_one_error(here: Path, name: str, what: str) -> None:

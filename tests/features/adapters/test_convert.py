@@ -588,7 +588,7 @@ def test_peft_applies_all_of_an_adapter_of_mlx_or_it_is_refused(
     assert np.abs(applied - expected).max() < 1e-3 * np.abs(plain - expected).max()
 
 
-@pytest.mark.matrix("False")
+@pytest.mark.long
 @pytest.mark.loading
 @pytest.mark.parametrize("known", [True, False])
 def test_decoders_of_vision_models_get_transformers_names(known: bool, tmp_path: Path) -> None:

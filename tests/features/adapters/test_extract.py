@@ -242,7 +242,7 @@ def test_the_measurement_of_an_output_that_was_published_is_removed_by_the_next_
     assert not leftovers[0].exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_a_run_left_that_died_after_it_published_is_removed_by_the_next_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,7 +322,7 @@ def test_what_is_left_out_is_a_warning(tmp_path: Path) -> None:
     assert unchecked.what == "whether PEFT finds all that the adapter has was not checked: transformers is not installed"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_tied_embedding_that_differs_is_saved_as_embedding_and_head(tmp_path: Path) -> None:
     tensors = {n: a.astype(BF16) for n, a in base_tensors(head=False).items()}
     model = base(tmp_path / "base", tie=True)
@@ -379,7 +379,7 @@ def test_weights_stored_transposed_are_known_by_their_biases(tmp_path: Path) -> 
 # ---- PEFT
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "tied"])
 def test_peft_loads_every_tensor_and_makes_the_fine_tune(kind: str, tmp_path: Path) -> None:

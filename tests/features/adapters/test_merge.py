@@ -83,7 +83,7 @@ def test_a_smaller_rank_keeps_the_best(adapters: tuple[Path, Path], tmp_path: Pa
     assert (config_of(out)["r"], config_of(out)["rank_pattern"]) == (3, {})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_result_is_an_adapter_like_the_others(adapters: tuple[Path, Path], tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "r.yml").write_text(json.dumps(recipe(adapters, "ties", density=1.0)))
     ran = cli("merge", tmp_path / "r.yml", tmp_path / "out", "--adapter-rank", 5, "--out-dtype", "bfloat16")
@@ -189,7 +189,7 @@ def test_a_sum_is_the_same_in_every_space(space: str, adapters: tuple[Path, Path
     np.testing.assert_allclose(delta(out, Q), want, atol=3e-6 * np.abs(want).max())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_peft_s_combinations_are_what_peft_computes(tmp_path: Path) -> None:
     """All of them, with negative weights, by PEFT itself; dare with a density of 1, as its masks are random."""

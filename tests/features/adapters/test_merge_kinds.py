@@ -277,7 +277,7 @@ def dora(folder: Path, seed: int, modules: tuple[str, ...] = (Q, DOWN), rank: in
     return adapter(folder, tensors, use_dora=True, r=rank, **config)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("space", ["core", "knots"])
 def test_a_sum_of_doras_is_a_dora(space: str, tmp_path: Path) -> None:
     """Exactly what the merge of the models is, also with a LoRA among them, and with modules that one alone has."""
@@ -309,6 +309,7 @@ def test_a_smaller_rank_of_doras_keeps_the_norms_of_what_is_left(tmp_path: Path)
     assert config_of(out)["r"] == 2
 
 
+@pytest.mark.long
 def test_doras_without_what_they_need_are_rejected(tmp_path: Path) -> None:
     one = dora(tmp_path / "one", 1)
     assert "so the merge needs the base model" in str(refusal(recipe((one, dora(tmp_path / "two", 2)), "ties", density=0.5)))

@@ -108,7 +108,7 @@ def test_flux_of_kohya_becomes_what_diffusers_makes_of_it(tmp_path: Path) -> Non
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_stable_diffusion_xl_of_kohya_becomes_what_diffusers_makes_of_it(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     utils = pytest.importorskip("diffusers.loaders.lora_conversion_utils")
@@ -488,7 +488,7 @@ def test_families_in_files_with_text_encoders_and_other_names(tmp_path: Path) ->
     assert "two modules of the file are blocks.0.attn1.to_q" in str(refusal(path, "diffusers"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_module_of_the_unets_has_its_name(tmp_path: Path) -> None:
     """Those that diffusers builds: `_` for dots and back, and those of Stable Diffusion XL's first implementation."""
     diffusers = pytest.importorskip("diffusers")

@@ -230,6 +230,7 @@ def test_factors_in_memory_are_not_averaged() -> None:
         weightsmith.merge_state_dicts("linear", [state, state], weight=0.5)
 
 
+@pytest.mark.long
 def test_a_plan_that_runs_elsewhere(tmp_path: Path, cli: Cli) -> None:
     paths = kohya(tmp_path / "one.safetensors", 1), kohya(tmp_path / "two.safetensors", 2)
     (tmp_path / "r.yml").write_text(json.dumps(recipe(paths, "ties", density=0.5)))

@@ -55,7 +55,7 @@ def interrupt_when_waiting(gate: threading.Event) -> Callable[[Progress], None]:
     return interrupt
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_all_else_is_done_before_router_weights_are_there(models: Path, tmp_path: Path, gate: threading.Event) -> None:
     recipe = recipe_of(models, told(0, 1))
     seen: list[Progress] = []
@@ -75,7 +75,7 @@ def test_all_else_is_done_before_router_weights_are_there(models: Path, tmp_path
     assert tree(tmp_path / "out") == {k: v.replace(b"again", b"out") for k, v in tree(tmp_path / "again").items()}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ctrl_c_while_it_waits_keeps_what_is_copied(models: Path, tmp_path: Path, gate: threading.Event) -> None:
     recipe = recipe_of(models, told(0, 1))
 

@@ -151,6 +151,7 @@ def test_a_shared_expert_is_added(layout: ExpertLayout, models: Models, tmp_path
     assert_equal(logits(tmp_path / "out"), models.logits(name))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", [*ADDED, LAYOUTS.get("qwen2_moe")], ids=lambda layout: layout.name)
 def test_what_the_warning_says_begins_where_the_base_is(layout: ExpertLayout, models: Models, tmp_path: Path) -> None:
     name = layout.dense[0]

@@ -218,7 +218,7 @@ def test_a_merge_of_another_depth_is_the_base_and_the_experts(models: dict[str, 
             assert as_bytes(matrix) == as_bytes(tensors[f"model.layers.{donor_layer}.{old}.weight"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_wide_merge_made_on_the_way_is_the_merge_written_first(models: dict[str, Path], tmp_path: Path) -> None:
     """`scope: model` counts every tensor of the merge, also those that the mixture takes from another model."""
 

@@ -155,7 +155,7 @@ def test_an_expert_merged_with_itself_in_another_order_is_itself(how: str, tmp_p
     assert not moe_zoo.same(plain[0], listed[0])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("match", [True, False])
 def test_every_way_of_storing_experts_gives_the_same_numbers(match: bool, tmp_path: Path) -> None:
     groups = {"groups": [[2, 0], [3], [1, 4]], "weights": [[3, 1], [1], [1, 7]], "match": match}

@@ -105,7 +105,7 @@ def assert_nearest(stored: np.ndarray, largest: float) -> None:
     assert stored[0] in near, (stored, near)
 
 
-@pytest.mark.matrix("llama", "qwen3 moe")
+@pytest.mark.matrix("llama")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "phi3", "mixtral", "qwen3 moe"])
 def test_scales_are_those_of_what_transformers_modules_see(name: str, tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_weights_that_engines_join_have_one_scale(llama: Path, tmp_path: Path) -
             np.testing.assert_array_equal(tensors[name].view(np.uint8), codes.view(np.uint8))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_experts_that_no_token_reaches_have_the_scale_of_the_others(tmp_path: Path) -> None:
     model = save_model(tmp_path / "m", "mixtral")
     changed(model, gate=0)  # equal scores: the same two experts for every token
@@ -249,7 +249,7 @@ def test_the_bytes_depend_on_neither_threads_nor_interruptions(
     weightsmith.verify(once)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("format", ["fp8-static", "nvfp4", "fp8-dynamic"])
 def test_a_merge_into_the_format_is_the_merge_and_then_the_format(format: str, llama: Path, tmp_path: Path) -> None:
     other = save_model(tmp_path / "other", seed=1)
@@ -265,7 +265,7 @@ def test_a_merge_into_the_format_is_the_merge_and_then_the_format(format: str, l
     assert entry_of(once) == entry_of(then)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("calibration", [True, False])
 def test_a_cache_changes_no_weight(calibration: bool, llama: Path, tmp_path: Path) -> None:
     """Beside GPTQ's codes and beside rounded ones; the default text is built in."""
@@ -283,7 +283,7 @@ def test_a_cache_changes_no_weight(calibration: bool, llama: Path, tmp_path: Pat
         np.testing.assert_array_equal(array, with_cache[name], name)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_calibrated_cache_holds_what_the_quantised_model_computes(tmp_path: Path) -> None:
     """Its values are scaled, and the keys and values of layer 1 follow from the quantised layer 0."""
     model = save_model(tmp_path / "m", "qwen2")
@@ -306,7 +306,7 @@ def test_a_calibrated_cache_holds_what_the_quantised_model_computes(tmp_path: Pa
 # ---- reading
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("format", ["fp8-static", "nvfp4"])
 def test_scales_are_dropped_with_a_note_when_a_model_is_read(format: str, llama: Path, tmp_path: Path) -> None:
     out = quantise(llama, tmp_path / "o", given_for(tmp_path, kv_cache="fp8"), name=format).out

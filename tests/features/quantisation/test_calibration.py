@@ -117,7 +117,7 @@ def test_calibration_beats_rounding_to_nearest(llama: Path, tmp_path: Path) -> N
     assert errors[0] < 0.8 * errors[1], errors
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["w4a16", "w8a16"])
 def test_gptq_beats_rounding_to_nearest_and_other_programs_read_it(llama: Path, tmp_path: Path, name: str) -> None:
     quantize_settings = settings(tmp_path, bits=None, uniform=False, group_size=32)
@@ -165,8 +165,7 @@ class Counted:
                 self._inside -= 1
 
 
-@pytest.mark.matrix("False-False", "True-True")
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("few_options")
 @pytest.mark.parametrize("gpu", [False, True])
 @pytest.mark.parametrize("uniform", [True, False])
@@ -235,7 +234,7 @@ def test_a_merge_is_quantised_on_the_way(tmp_path: Path) -> None:
 # ---- measurement
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("few_options")
 def test_a_measurement_precedes_and_can_be_used_again(llama: Path, tmp_path: Path) -> None:
     quantize_settings = settings(tmp_path, uniform=False)
@@ -278,7 +277,7 @@ def test_features_of_a_down_projection_beside_biases_stay_in_order(tmp_path: Pat
                 assert (stored.read(name) == np.arange(spec.size)).all() == ("down_proj" in name), name
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_head_that_is_not_quantised_leaves_the_layers_as_they_are(name: str, tmp_path: Path) -> None:
     """gemma3 is tied and gets other names; llama has a head of its own."""
@@ -293,7 +292,7 @@ def test_a_head_that_is_not_quantised_leaves_the_layers_as_they_are(name: str, t
             np.testing.assert_array_equal(plain.read(key), other.read(key))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_card_counts_weights(llama: Path, tmp_path: Path) -> None:
     quantize_settings = settings(tmp_path, bits=None, uniform=False, group_size=32)
     with prepared_for(llama, quantize_settings, "w4a16") as prepared:
@@ -301,7 +300,7 @@ def test_the_card_counts_weights(llama: Path, tmp_path: Path) -> None:
     assert "Quantised: w4a16 (14 of 21 tensors)." in (out / "README.md").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_can_be_split_for_one_format_and_fused_for_the_next(tmp_path: Path) -> None:
     phi3, quantize_settings = save_model(tmp_path / "m", "phi3"), settings(tmp_path)
     quantise(phi3, tmp_path / "exl2", quantize_settings)  # q, k and v are one matrix each
@@ -339,7 +338,7 @@ def test_a_measurement_is_resumed_for_other_bits(llama: Path, tmp_path: Path, mo
 
 
 @pytest.mark.cpu
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_calibration_begun_on_one_device_is_not_resumed_on_another(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -353,7 +352,7 @@ def test_a_calibration_begun_on_one_device_is_not_resumed_on_another(
         execute(prepared, tmp_path / "out", RunOptions(device="cpu"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("few_options")
 def test_a_token_with_a_massive_activation_does_not_hide_the_errors_of_the_others(llama: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
@@ -414,7 +413,7 @@ def test_killed_and_run_again_it_gives_the_same_bytes(llama: Path, tmp_path: Pat
     assert not staging_folder(out).exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_lost_states_are_computed_again_and_finished_layers_are_not(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -432,7 +431,7 @@ def test_lost_states_are_computed_again_and_finished_layers_are_not(
     assert weights == weights_of(quantise(llama, tmp_path / "whole", quantize_settings).out)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_plan_survives_json(llama: Path, tmp_path: Path) -> None:
     old = tmp_path / "old"
     weightsmith.merge({"merge_method": "passthrough", "models": [{"model": str(llama)}]}, old, progress=False)
@@ -454,7 +453,7 @@ def test_a_plan_survives_json(llama: Path, tmp_path: Path) -> None:
 # ---- bad input
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("uniform", [True, False])
 @pytest.mark.parametrize(("name", "place"), [("lm_head", "lm_head"), ("model.layers.1.self_attn.o_proj", "layers.1.self_attn")])
 def test_a_weight_that_float16_cannot_hold_is_named(name: str, place: str, uniform: bool, tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_features_with_large_weights_come_first() -> None:
     assert by_norm(np.ones((5, 32), np.float32)).tolist() == list(range(32))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_matrix_of_several_tiles_is_encoded_as_a_whole(tmp_path: Path) -> None:
     write(tmp_path / "m", {**LLAMA, "vocab_size": 20_000}, {**shapes_of(LLAMA), "model.embed_tokens.weight": (20_000, H)})
     embedding = tensors_of(tmp_path / "m")["model.embed_tokens.weight"].astype(np.float32)

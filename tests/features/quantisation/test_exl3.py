@@ -123,6 +123,7 @@ def test_the_stream_has_the_values_that_were_chosen(rate: Rate) -> None:
     np.testing.assert_array_equal(exl3_tiles(words.view(np.int16)[None], "mul1")[0], values)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("halves", "first", "digest"),
     [
@@ -156,7 +157,7 @@ def test_the_error_is_close_to_the_least_that_is_possible(bits: float, most: flo
     assert 1 < np.square(values / gain - rows).mean() / BOUND[rate.halves] < most
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("bits", [7, 8])
 def test_more_bits_are_nearly_exact(bits: int) -> None:
     rate = Rate(2 * bits)
@@ -232,7 +233,7 @@ def test_rows_and_columns_of_zeros_stay_zeros() -> None:
     assert not dequantise_matrix(quantise_matrix(zeros, None, Rate(8)), zeros.shape, Rate(8)).any()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_inputs_of_a_layer_make_its_outputs_better() -> None:
     weight, hessian = weight_of(128, 256), inputs_of(256)
     plain, better = (
@@ -304,7 +305,7 @@ def test_names_of_encodings() -> None:
 # ---- models
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_is_quantised_and_dequantised(model: Path, cli: Cli) -> None:
     ran = cli("quantize", "m", "q", "--format", "exl3", "--bits", "4", "--calibration", "none", "--quiet")
     assert ran.code == 0

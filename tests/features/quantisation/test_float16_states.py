@@ -43,7 +43,7 @@ def large_model(folder: Path) -> Path:
     return model
 
 
-@pytest.mark.matrix("exl2", "gptq-4bit")
+@pytest.mark.matrix("gptq-4bit")
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_warning_names_the_layers(name: str, tmp_path: Path) -> None:
     model, quantize_settings = large_model(tmp_path / "m"), settings(tmp_path, **FORMATS[name])

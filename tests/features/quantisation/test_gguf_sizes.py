@@ -52,7 +52,7 @@ def test_the_types_of_a_plan_are_those_of_least_loss_that_fit(tmp_path: Path) ->
     assert (tmp_path / "q" / "imatrix.dat").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_all_that_fits_is_chosen_and_types_that_are_asked_for_stay(tmp_path: Path) -> None:
     model = save_model(tmp_path / "m")
     options = {"calibration_rows": 30, "calibration_tokens": 32}  # of few tokens, errors cancel by chance
@@ -106,7 +106,7 @@ def test_sizes_that_cannot_be(options: Mapping[str, Any], words: str, tmp_path: 
         prepared_for(model, replace(sized(tmp_path, 1), **options), name="gguf-q4_k_m")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_plan_for_a_size_can_be_run_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     """With all its settings."""
     monkeypatch.chdir(tmp_path)

@@ -104,6 +104,7 @@ def test_it_is_the_same_for_any_threads_and_for_experts(tmp_path: Path) -> None:
         assert errors[0] > 10 * errors[-1], key
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("few_options")
 def test_rows_of_a_measurement_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their states are stored for all layers at once. The calibration that follows uses all rows."""

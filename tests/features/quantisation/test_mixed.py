@@ -238,7 +238,7 @@ def test_compressed_tensors_decodes_rows_with_one_scale(tmp_path: Path) -> None:
     np.testing.assert_array_equal(theirs.numpy(), read(tmp_path / "q")[f"{module}.weight"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rows_with_one_scale_are_calibrated(tmp_path: Path) -> None:
     text = {"calibration": "built-in", "calibration_rows": 2, "calibration_tokens": 32}
     source, down = save_model(tmp_path / "m", "narrow"), "model.layers.1.mlp.down_proj.weight"
@@ -397,7 +397,7 @@ def test_only_a_head_that_is_asked_for_is_warned_of(tmp_path: Path) -> None:
     assert not [warning for warning in done.warnings if "a head" in warning.what]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "head"), [("w4a16", "w4a16-g64"), ("fp8-dynamic", "w4a16-g64"), ("gptq-4bit", "gptq-4bit")])
 def test_the_head_is_calibrated_for_what_enters_it(name: str, head: str, tmp_path: Path) -> None:
     text = {"calibration": "built-in", "calibration_rows": 2, "calibration_tokens": 32}
@@ -407,7 +407,7 @@ def test_the_head_is_calibrated_for_what_enters_it(name: str, head: str, tmp_pat
     assert not np.array_equal(read(tmp_path / "rounded")["lm_head.weight"], read(tmp_path / "q")["lm_head.weight"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["nemotron-h", "nemotron-h-moe"])
 def test_nemotron_h_is_calibrated_with_its_head(name: str, tmp_path: Path) -> None:
     """Its files call the model that has the layers `backbone`, its last norm is `norm_f`, and its experts have no gate."""

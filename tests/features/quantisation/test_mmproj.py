@@ -150,7 +150,7 @@ def test_a_split_model_has_one_file_for_images() -> None:
         assert one.specs.keys() == other.specs.keys()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_it_counts_towards_a_size() -> None:
     vision_zoo.save("gemma3", Path("m"))
     nbytes = quantize("m", "q", "q4_0").stat().st_size
@@ -302,7 +302,7 @@ def test_settings_that_llama_cpp_does_not_know_are_warned_of(vision: dict[str, A
     assert [shard.name for shard in plan.layout.shards] == ["model.gguf"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_files_and_numbers_that_are_missing() -> None:
     vision_zoo.save("gemma3", Path("m"))
     Path("m/preprocessor_config.json").unlink()

@@ -309,6 +309,7 @@ def test_weights_without_scales_in_a_mixture_have_its_reason(
     assert all(warning.startswith(start) for warning, start in zip(warnings, says, strict=True)), warnings
 
 
+@pytest.mark.long
 def test_plans_that_are_made_at_once_are_the_same(uneven: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every other plan begins to look at a layer while the first one does."""
     options, looking, both = options_of(tmp_path), forward.record, threading.Barrier(2)
@@ -333,6 +334,7 @@ def test_plans_that_are_made_at_once_are_the_same(uneven: Path, tmp_path: Path, 
         assert list(pool.map(plan, range(2))) == [alone, alone]
 
 
+@pytest.mark.long
 def test_norms_of_a_merge_are_scaled_as_the_merge_would_store_them(uneven: Path, tmp_path: Path) -> None:
     noisy_copy(uneven, tmp_path / "noisy", seed=1)
     models = [{"model": str(model), "parameters": {"weight": 0.5}} for model in (uneven, tmp_path / "noisy")]
@@ -357,6 +359,7 @@ def test_states_are_those_of_the_scaled_and_quantised_layers(uneven: Path, tmp_p
     torch.testing.assert_close(torch.from_numpy(output.arrays["states 1"][0]), states[1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("plain", "norm"),
     [("self_attn.k_proj", "input"), ("self_attn.v_proj", "input"), ("mlp.up_proj", "post_attention")],
@@ -377,6 +380,7 @@ def test_a_weight_that_is_not_quantised_keeps_features_from_being_scaled_apart(
     assert torch.equal(stored[norm].float() * ratios, before[norm].float())
 
 
+@pytest.mark.long
 def test_features_that_a_weight_in_another_format_reads_are_not_scaled(uneven: Path, tmp_path: Path) -> None:
     """Its codes are those of the plain weight."""
     chosen = replace(options_of(tmp_path), tensor_types=("(k_proj|up_proj)=fp8-dynamic", "down_proj=w8a16-g32"))
@@ -422,6 +426,7 @@ def test_formats_without_scales_do_not_read_the_option(uneven: Path, tmp_path: P
             weightsmith.quantize(uneven, tmp_path / "out", name, awq_scales=False, progress=False)
 
 
+@pytest.mark.long
 def test_a_reader_that_is_never_quantised_may_come_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gate of the shared expert."""
     monkeypatch.setitem(CONFIGS, "qwen2 moe", OTHERS["qwen2 moe"])

@@ -55,7 +55,7 @@ def test_scores_are_those_of_transformers_own_gradients(name: str, tmp_path: Pat
     assert seen == (1 if name != "llama" else 2) * 5
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_scores_of_layers_are_those_of_their_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With an error that does not depend on importances."""
     monkeypatch.setattr(costs, "_error", lambda part, encoding, importances: np.float32(0.01) * part[:, ::-1].copy())

@@ -109,7 +109,7 @@ def test_a_search_goes_on_with_what_was_tried(folder: Path, monkeypatch: pytest.
     assert (folder / "out.trials.jsonl").read_text() == "of a search by tune\n"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_merge_is_compared_with_the_plain_merge(folder: Path) -> None:
     """Not with the model that it is merged into."""
     save_model(folder / "n", seed=4)

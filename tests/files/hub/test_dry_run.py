@@ -66,7 +66,7 @@ def cached(home: Path) -> set[str]:
     return {path.name for path in home.glob("hub/*/snapshots/*/*")}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("other", ["org/tuned", "org/torch"])
 def test_a_plan_reads_headers_by_byte_range_and_a_merge_downloads_the_rest(other: str, hub: FakeHub, tmp_path: Path) -> None:
     path = recipe(tmp_path, "org/base", other)
@@ -104,7 +104,7 @@ def test_a_plan_reads_headers_by_byte_range_and_a_merge_downloads_the_rest(other
     assert hub.downloads() == set()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_plan_of_a_vocabulary_downloads_tokenizers_alone(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     repositories: dict[tuple[str, str], Files] = {}
@@ -175,7 +175,7 @@ def test_a_head_that_was_trained_apart_is_found_when_it_is_downloaded(
     assert [path.name for path in tmp_path.iterdir() if path.is_dir() and path.name in ("copied", "trained")] == ["copied"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_first_plan_compares_tokenizers_whose_sizes_differ(tmp_path: Path) -> None:
     repositories = {}
     for name, added in (("base", []), ("tuned", [{"id": 2, "content": "<think>"}])):
@@ -193,7 +193,7 @@ def test_the_first_plan_compares_tokenizers_whose_sizes_differ(tmp_path: Path) -
     assert "which lacks tokens of other models" in planned.out + planned.err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_plan_says_in_words_what_would_be_downloaded(hub: FakeHub, tmp_path: Path) -> None:
     planned = weightsmith(hub, tmp_path, "plan", recipe(tmp_path, "org/base", "org/tuned"))
     assert "download 2.46 MB in 6 files, before the merge begins; only headers were read" in planned.out
@@ -246,7 +246,7 @@ def test_parts_of_a_file_on_the_hub_are_its_bytes_in_few_requests() -> None:
         assert asked == ([] if request is None else [request])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_hub_without_byte_ranges_is_read_from_the_start_only(hub: FakeHub, tmp_path: Path) -> None:
     hub.ranges = False
     assert weightsmith(hub, tmp_path, "plan", recipe(tmp_path, "org/base", "org/tuned")).code == 0
@@ -256,7 +256,7 @@ def test_a_hub_without_byte_ranges_is_read_from_the_start_only(hub: FakeHub, tmp
     assert cached(tmp_path) == {"config.json"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_hub_that_lists_no_sizes_is_asked_for_them(hub: FakeHub, tmp_path: Path) -> None:
     hub.sizes = False
     planned = weightsmith(hub, tmp_path, "plan", recipe(tmp_path, "org/base", "org/tuned"))
@@ -265,7 +265,7 @@ def test_a_hub_that_lists_no_sizes_is_asked_for_them(hub: FakeHub, tmp_path: Pat
     assert hub.whole() == {"config.json"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_dry_run_leaves_the_cache_usable_without_the_hub(hub: FakeHub, tmp_path: Path) -> None:
     old = "0" * 40
     for name in ("org/base", "org/tuned"):
@@ -323,7 +323,7 @@ def test_a_revision_is_not_written_outside_the_cache(tmp_path: Path) -> None:
     assert (tmp_path / "models--org--x/refs/pr/1").read_text() == COMMIT
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_hub_that_never_answers_is_an_error_or_the_cache(tmp_path: Path) -> None:
     path = recipe(tmp_path, "org/base", "org/tuned")
     with silent() as hub:

@@ -171,7 +171,7 @@ def downloads(hub: FakeHub) -> set[str]:
     return hub.downloads()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_subfolders_that_loaders_read_are_downloaded_and_found_offline(hub: FakeHub, tmp_path: Path) -> None:
     got = run(hub, tmp_path, "org/embedder")
     assert got["tensors"] == {"2_Dense/linear.weight": (A + 2).tolist(), "a": A.tolist()}
@@ -184,7 +184,7 @@ def test_the_subfolders_that_loaders_read_are_downloaded_and_found_offline(hub: 
     assert run(None, tmp_path, "org/embedder")["tensors"] == got["tensors"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_parts_of_a_pipeline_are_downloaded_and_nothing_beside_them(hub: FakeHub, tmp_path: Path) -> None:
     got = run(hub, tmp_path, "org/pipeline")
     assert got["tensors"] == {"unet/w": A.tolist(), "vae/w": (A + 1).tolist()}
@@ -215,7 +215,7 @@ def test_a_hub_model_is_downloaded_once_and_then_found_offline(hub: FakeHub, tmp
     assert run(None, tmp_path, f"org/good@{COMMIT}") == offline
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_adapter_s_two_files_are_downloaded(hub: FakeHub, tmp_path: Path) -> None:
     expected = {"w.weight": [[0.0, 1.0], [2.0, 5.0]], "revision": f"{COMMIT}+{COMMIT}"}
     assert run(hub, tmp_path, f"org/matrix+org/adapter@{COMMIT}", look=applied) == expected
@@ -227,7 +227,7 @@ def test_an_adapter_s_two_files_are_downloaded(hub: FakeHub, tmp_path: Path) -> 
     assert "org/none: neither a local path nor a model on the Hub" in gone
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_adapter_without_safetensors_is_downloaded_as_a_pickle(hub: FakeHub, tmp_path: Path) -> None:
     expected = run(hub, tmp_path, "org/matrix+org/adapter", look=applied)
     assert run(hub, tmp_path, "org/matrix+org/old-adapter", look=applied) == expected
@@ -235,7 +235,7 @@ def test_an_adapter_without_safetensors_is_downloaded_as_a_pickle(hub: FakeHub, 
     assert run(None, tmp_path, "org/matrix+org/old-adapter", look=applied) == expected
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_of_pytorch_files_those_of_the_model_are_downloaded(hub: FakeHub, tmp_path: Path) -> None:
     got = run(hub, tmp_path, "org/torch")
     assert got["tensors"] == {"a": A.tolist(), "b": (A + 1).tolist()}
@@ -244,7 +244,7 @@ def test_of_pytorch_files_those_of_the_model_are_downloaded(hub: FakeHub, tmp_pa
     assert run(None, tmp_path, "org/torch") == got | {"ignored": []}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_revisions(hub: FakeHub, tmp_path: Path) -> None:
     got = run(hub, tmp_path, "org/good@v1")
     assert (got["revision"], got["tensors"], got["config"]) == (OLD, {"old": A.tolist()}, None)
@@ -281,7 +281,7 @@ def test_a_damaged_gguf_file_is_refused(hub: FakeHub, tmp_path: Path) -> None:
     assert downloads(hub) == {"x.Q4_K_M.gguf"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_token_and_the_cache_folder_are_used(hub: FakeHub, tmp_path: Path) -> None:
     got = run(hub, tmp_path, "org/good", token="hf_secret", cache_dir=str(tmp_path / "elsewhere"))
     assert Path(got["folder"]).is_relative_to(tmp_path / "elsewhere")
@@ -289,7 +289,7 @@ def test_the_token_and_the_cache_folder_are_used(hub: FakeHub, tmp_path: Path) -
     assert not (tmp_path / "hub").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_offline_the_cache_is_enough(tmp_path: Path) -> None:
     snapshot = cache(tmp_path, {name: data for name, data in GOOD.items() if "/" not in name})
     (snapshot / "original").mkdir()
@@ -317,7 +317,7 @@ def test_offline_and_not_cached(tmp_path: Path) -> None:
     assert "did you mean 'models/llama-medic'?" in got["message"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_hub_that_is_not_reached_is_an_error_or_the_cache(tmp_path: Path) -> None:
     with silent() as dead:
         pass  # the port is known, and nobody listens
@@ -333,7 +333,7 @@ def test_a_hub_that_is_not_reached_is_an_error_or_the_cache(tmp_path: Path) -> N
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_tensors_are_read_after_the_download(hub: FakeHub, tmp_path: Path) -> None:
     got = run(hub, tmp_path, "org/good", look=later)
     assert "not downloaded: only its header was read from the Hub" in got["error"]

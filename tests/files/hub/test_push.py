@@ -43,7 +43,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_merge_is_pushed_as_a_private_model(hub: FakeHub, here: Path) -> None:
     done = run(hub, here, "merge", recipe(here), "out", "--push", "org/merged", "--json")
     assert done.code == 0, done.err
@@ -56,7 +56,7 @@ def test_a_merge_is_pushed_as_a_private_model(hub: FakeHub, here: Path) -> None:
     assert all(seen.authorization == "Bearer hf_good" for seen in hub.seen if seen.path.startswith("/api"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_public_model_into_a_repository_that_exists_by_run(hub: FakeHub, here: Path) -> None:
     hub.put("org/merged", {"old.txt": b"stays", ".gitattributes": ATTRIBUTES})
     (here / "plan.json").write_text(run(hub, here, "plan", recipe(here), "--json").out)
@@ -143,7 +143,7 @@ def test_a_hub_that_never_answers_is_found_before_the_merge(here: Path, monkeypa
     assert not (here / "out").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_push_is_an_option_of_python(hub: FakeHub, here: Path) -> None:
     env = hub.environment(here / "home", HF_TOKEN="hf_good")
     done = forked(lambda: print(weightsmith.merge(RECIPE, "out", push="org/merged", progress=False).url), env, here)

@@ -30,7 +30,7 @@ def pickled(tensors: dict[str, np.ndarray]) -> bytes:
     return file.getvalue()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("shards", [1, 3])
 def test_every_tensor_is_that_of_the_files(shards: int) -> None:
     files = model(0, shards=shards)
@@ -67,6 +67,7 @@ def test_modules_and_templates_in_subfolders_are_found() -> None:
         assert all((checkpoint.folder / name).is_file() for name in inner)
 
 
+@pytest.mark.long
 def test_the_parts_of_a_pipeline_and_their_shards_are_found() -> None:
     unet = {
         f"unet/diffusion_pytorch_model-{i:05}-of-00002.safetensors": save({f"w.{i}": np.full(3, i, np.float32)}) for i in (1, 2)
@@ -88,6 +89,7 @@ def test_the_parts_of_a_pipeline_and_their_shards_are_found() -> None:
         assert all((checkpoint.folder / name).is_file() for name in checkpoint.files)
 
 
+@pytest.mark.long
 def test_the_parts_of_a_pipeline_may_be_pickles_or_a_variant() -> None:
     shard = "pytorch_model-00001-of-00001.bin"
     weights = {
@@ -118,7 +120,7 @@ def test_other_formats_are_read_without_a_line_of_their_own() -> None:
         assert extent.nbytes == tensors["a.weight"].nbytes  # it is stored transposed
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("width", [4, 128])
 def test_a_plan_finds_out_that_a_server_knows_no_byte_ranges(width: int, tmp_path: Path) -> None:
     """With files that are smaller, and larger, than what is read of a file to begin with."""
@@ -148,7 +150,7 @@ def test_one_file_is_opened_by_its_address() -> None:
             weightsmith.open_checkpoint(f"{site.url}/nowhere")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_folder_that_changes_is_noticed_before_a_merge_is_published() -> None:
     files = at("m", model(0))
     with serve(files) as site, weightsmith.open_checkpoint(f"{site.url}/m") as checkpoint:

@@ -78,7 +78,7 @@ def served(models: list[dict[str, bytes]]) -> dict[str, bytes]:
     return {f"m{k}/{name}": data for k, files in enumerate(models) for name, data in files.items()}
 
 
-@pytest.mark.matrix("linear", "model_ties", "mixture")
+@pytest.mark.matrix("linear")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_bytes_are_those_of_a_local_merge_in_spite_of_faults(
@@ -157,7 +157,7 @@ def test_a_server_that_breaks_for_good_leaves_work_to_resume(
     assert content(tmp_path / "out") == content(tmp_path / "expected")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_that_changes_during_a_merge_is_one_error(
     models: list[dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,7 +191,7 @@ def test_a_result_of_another_recipe_reads_its_models_once(tmp_path: Path) -> Non
     assert done.fetched_bytes == sum(model_tensors["w"].nbytes for model_tensors in tensors)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_interrupt_does_not_wait_for_a_silent_server(
     models: list[dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

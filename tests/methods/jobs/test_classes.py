@@ -67,6 +67,7 @@ def test_a_job_does_not_change_what_it_reads_and_its_result_is_finite(name: str)
     assert np.isfinite(numbers(data)).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name, case in JOBS.items() if case.inputs > 1 and case.base])
 def test_models_equal_to_the_base_leave_it_as_it_is(name: str) -> None:
     case = JOBS[name]

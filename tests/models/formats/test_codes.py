@@ -53,7 +53,7 @@ def test_quantise_integers_is_its_twin(rows: np.ndarray, scale: float, how: tupl
         np.testing.assert_array_equal(packed, reference.quantise_integers(rows, scales, *how))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=30)
 @given(groups(), SCALES)
 def test_quantise_float4_is_its_twin(rows: np.ndarray, scale: float) -> None:

@@ -549,6 +549,7 @@ def test_what_is_written_is_read_and_written_again_as_the_same_bytes(name: str, 
     assert {n: x.tobytes() for n, x in stored_in(again).items()} == {n: x.tobytes() for n, x in stored_in(out).items()}
 
 
+@pytest.mark.long
 def test_a_merge_is_written_as_the_merge_quantised_afterwards(tmp_path: Path) -> None:
     for name in "ab":
         single_file(tmp_path / f"{name}.safetensors", "wan", dtype=BF16 if name == "a" else np.dtype(np.float16))

@@ -646,7 +646,7 @@ def test_a_codebook_that_is_no_text_counts_as_none(tmp_path: Path) -> None:
         np.testing.assert_array_equal(checkpoint.read("q_proj.weight"), EXL3.plain["q_proj.weight"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_size_of_an_exl3_weight_is_that_in_config_json(tmp_path: Path) -> None:
     sizes = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 384}
     shapes = {"q_proj": (576, 576), "k_proj": (192, 576), "down_proj": (576, 384), "lm_head": (128, 576)}

@@ -408,7 +408,7 @@ def summed(first: Path, second: Path, base_model: Path) -> dict[str, Any]:
     return {**weighted(first, second), "merge_method": "task_arithmetic", "base_model": str(base_model), "parameters": {}}
 
 
-@pytest.mark.matrix("LoHa", "AdaLoRA", "C3A")
+@pytest.mark.matrix("LoHa")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", EXACT)

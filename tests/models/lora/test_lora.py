@@ -150,7 +150,7 @@ def test_baking_in_an_adapter_is_peft_s_merge(name: str, dtype: str, tmp_path: P
             assert as_bytes(weights[tensor]) == as_bytes(want)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dora", [False, True])
 def test_convolutions_are_those_of_peft(dora: bool, tmp_path: Path) -> None:

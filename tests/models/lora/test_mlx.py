@@ -352,6 +352,7 @@ def test_modules_that_mlx_renames_get_its_names_and_are_read_by_them(tmp_path: P
             np.testing.assert_allclose(fused[key], expected[name][key], rtol=3e-6, atol=3e-6, err_msg=f"{name}: {key}")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not PYTHON, reason="needs MLX")
 def test_decoders_of_vision_models_get_the_names_of_mlx(tmp_path: Path) -> None:
     folder = save("gemma3-vl", tmp_path / "base", 1, dtype="float32")

@@ -28,7 +28,7 @@ def peft(numbers: Mapping[str, float], name: str) -> float:
     return next((number for text, number in numbers.items() if re.match(rf"(?:.*\.)?(?:{text})$", name)), -1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_patterns_mean_what_they_mean_to_re() -> None:
     rng = random.Random(1)
     compared = fitting = 0
@@ -116,7 +116,7 @@ def test_what_is_not_read_is_refused(text: str, why: str) -> None:
     assert f"rank_pattern has a pattern {show(text)} that is not read" in str(caught.value)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_many_patterns_are_refused_or_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"model.layers.{i}.mlp.experts.{j}.{part}_proj" for i in range(40) for j in range(128) for part in ("up", "down")]
 

@@ -460,7 +460,7 @@ NUMBERS = st.fixed_dictionaries(
 PAIRS = st.integers(1, 5).flatmap(lambda p: st.tuples(st.just(p), st.integers(0, p - 1)))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @given(numbers=NUMBERS, pair=PAIRS, source=st.lists(st.integers(0, 4), min_size=1, max_size=8))
 def test_every_layer_keeps_its_kind_or_the_stack_is_refused(numbers: Config, pair: tuple[int, int], source: list[int]) -> None:
     old: dict[str, Any] = {

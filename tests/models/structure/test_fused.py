@@ -304,7 +304,7 @@ def ties(folder: Path, kind: str, **options: Any) -> dict[str, Any]:
     return {"merge_method": "ties", "base_model": names[0], "models": [{"model": n, **settings} for n in names[1:]], **options}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_steps_after_a_merge_see_each_matrix(models: Path, tmp_path: Path) -> None:
     """task_arithmetic itself is elementwise; with norm_match it is not."""
     steps: dict[str, tuple[Step, ...]] = {}

@@ -101,8 +101,7 @@ def sweep(mapping: Mapping[Any, Any], only: Sequence[str] = ()) -> tuple[dict[st
 CAUSAL = "LlamaConfig GPT2Config OPTConfig MambaConfig JambaConfig DeepseekV3Config XLNetConfig".split()
 
 
-@pytest.mark.matrix("AutoModelForCausalLM-*")
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mapping", "only"), [("AutoModelForCausalLM", CAUSAL), ("AutoModelForImageTextToText", LANGUAGE_VISION[-2:])]
 )

@@ -139,7 +139,7 @@ JOBS: dict[str, Callable[[dict[str, Any], Structure], object]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("inside", [False, True], ids=["top", "text_config"])
 def test_a_value_of_any_type_is_read_or_refused(inside: bool) -> None:
     """Every outcome but an error of Python's own is fine: most of these keys are not what this model is about."""

@@ -88,7 +88,7 @@ def test_one_file_or_folder_that_is_not_of_the_checkpoint_is_enough(here: Path, 
     assert path.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_first_few_are_named_and_the_rest_counted_no_further(here: Path) -> None:
     a = model(here / "a")
     merge("out", a)
@@ -109,6 +109,7 @@ def test_a_listed_file_may_be_gone_and_a_listed_name_as_folder_is_not_ours(here:
     refused(here, "out", a, words=("recipe.yml/",))
 
 
+@pytest.mark.long
 def test_files_in_folders_that_the_manifest_lists_are_ours(here: Path) -> None:
     def make(plan: str) -> None:
         with open_staging("out", layout(), plan, overwrite=True) as staging:
@@ -133,6 +134,7 @@ def test_a_checkpoint_that_weightsmith_did_not_make_is_not_replaced(here: Path) 
         refused(here, out, a, words=("its weightsmith.json cannot be used",))
 
 
+@pytest.mark.long
 def test_a_manifest_that_was_copied_to_another_model_does_not_make_it_ours(here: Path) -> None:
     a = model(here / "a")
     merge("out", a)

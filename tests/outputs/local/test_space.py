@@ -64,7 +64,7 @@ for work in (
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_file_size_limit_is_found_before_the_work_and_said(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-c", LIMITED, str(tmp_path), *sys.path], capture_output=True, text=True, check=True

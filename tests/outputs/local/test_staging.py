@@ -440,7 +440,7 @@ def test_discard_removes_everything_but_the_final_folder(out: Path) -> None:
 # locking
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_second_process_is_told_who_is_at_work(out: Path) -> None:
     script = (
         "import sys; sys.path[:0] = sys.argv[2:]\n"

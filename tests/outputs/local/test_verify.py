@@ -54,7 +54,7 @@ def test_a_weight_file_without_numbers_is_good(tmp_path: Path) -> None:
     assert verify(tmp_path / "out").tensors == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_flipped_bit_of_a_weight_file_is_found(tmp_path: Path) -> None:
     out = tmp_path / "out"
     save_model({"a": np.arange(3, dtype=np.int16)}, out, metadata={}, fsync=False)
@@ -260,7 +260,7 @@ def write_manifest(out: Path, fields: dict[str, Any]) -> None:
     (out / MANIFEST_NAME).write_bytes(b'{\n  "checksum": "' + hash_bytes(body).encode() + b'",\n' + body)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_threads_and_progress(tmp_path: Path) -> None:
     out = tmp_path / "out"
     save_model({"a": np.arange(3_000_000), "b": np.ones(5)}, out)

@@ -33,7 +33,7 @@ def bytes_of(path: Path) -> np.ndarray:
     return np.frombuffer(path.read_bytes(), np.uint8)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @given(st.lists(st.integers(1, FILE_BYTES - 1), max_size=6), st.integers(0, 2**32), st.booleans())
 def test_any_cut_gives_the_same_file(tmp_path_factory: Any, cuts: list[int], seed: int, align: bool) -> None:
     data = np.random.default_rng(seed).integers(0, 256, FILE_BYTES, np.uint8)

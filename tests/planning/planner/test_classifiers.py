@@ -40,6 +40,7 @@ def merged(recipe: dict[str, Any], out: Path) -> tuple[dict[str, np.ndarray], di
     return tensors, json.loads((out / "config.json").read_text())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["task_arithmetic", "ties", "dare_ties", "breadcrumbs"])
 def test_heads_that_the_base_has_not_are_averaged_by_their_weights(method: str, tmp_path: Path) -> None:
     model = base(tmp_path / "base", np.float32)

@@ -563,7 +563,7 @@ CONFIGS = st.sampled_from(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_whatever_the_models_hold_every_tensor_is_used_or_dropped_or_the_recipe_is_refused(

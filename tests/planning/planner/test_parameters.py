@@ -152,7 +152,7 @@ def recipes(draw: st.DrawFn, abc: tuple[str, str, str]) -> dict[str, Any]:
     return recipe
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_values_are_those_of_the_oracle_whatever_the_recipe(abc: tuple[str, str, str], data: st.DataObject) -> None:
@@ -377,6 +377,7 @@ def test_of_a_list_that_decides_nothing_its_rest_is_not_named(abc: tuple[str, st
     ]
 
 
+@pytest.mark.long
 def test_many_warnings_of_one_kind_are_counted_together(abc: tuple[str, str, str]) -> None:
     filters = [{"filter": f"absent{i}", "value": 0.1} for i in range(2500)]
     entry = {"model": abc[1], "parameters": {"weight": [*filters, {"value": 0.5}]}}

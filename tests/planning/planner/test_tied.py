@@ -275,6 +275,7 @@ def test_weights_of_their_own_that_give_equal_numbers_leave_copies(tmp_path: Pat
     assert len(sources(plan(pair(inner, shared)))["model.shared.weight"]) == 2
 
 
+@pytest.mark.long
 def test_results_that_use_each_other_are_compared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of ways from the last to the first doubles with each."""
     calls = list[str]()

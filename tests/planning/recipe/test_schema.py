@@ -184,7 +184,7 @@ METHOD_DEPENDENT = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("text", ACCEPTED)
 def test_an_accepted_recipe_is_valid(validator: Any, text: str) -> None:
     assert parse(text, "r.yml", parameter_names=NAMES)[1] == []

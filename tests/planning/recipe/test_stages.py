@@ -191,6 +191,7 @@ def test_of_broken_yaml_nothing_is_said_about_models() -> None:
     assert len(loaded.problems) == 1
 
 
+@pytest.mark.long
 def test_the_number_of_recipes_and_their_depth_have_limits() -> None:
     many = [recipe("org/b", f"r{i}") for i in range(MAX_RECIPES + 1)]
     assert problems(*many) == [f"<text>:{4 * MAX_RECIPES + 1}:1: more than 500 recipes\n  -> Write them into several files."]

@@ -264,6 +264,7 @@ def test_the_plan_counts_and_writes_nothing(work: Path, cli: Cli) -> None:
     assert sorted(path.name for path in work.iterdir()) == before
 
 
+@pytest.mark.long
 def test_the_plan_counts_the_statistics_that_a_run_writes(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = weightsmith.plan_auto("base", FINE_TUNES, "merged")
     weightsmith.statistics("fr", "fr.txt", "stats", kind=("second_moments",), tokens=32, progress=False)
@@ -276,6 +277,7 @@ def test_the_plan_counts_the_statistics_that_a_run_writes(work: Path, monkeypatc
     assert (reading, refused) == ("Nothing was written.", "auto would not begin: free 5 bytes of the disk.")
 
 
+@pytest.mark.long
 def test_a_disk_without_room_is_refused_before_anything_is_written(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = sorted(path.name for path in work.iterdir())
     needed = weightsmith.plan_auto("base", FINE_TUNES, "merged").needed_bytes
@@ -637,7 +639,7 @@ def test_a_disk_that_fails_is_one_error(work: Path, monkeypatch: pytest.MonkeyPa
     assert "run the same command again to resume" in str(error.value)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_command_shows_the_candidates_and_the_choice(work: Path, cli: Cli) -> None:
     texts = [part for name in FINE_TUNES for part in ("--text", f"{name}={name}.txt")]
     done = cli("auto", "base", *FINE_TUNES, "merged", *texts)

@@ -65,6 +65,7 @@ def test_all_bad_texts_are_named_together(work: Path) -> None:
     assert "the text 'fr' is not a .txt, .jsonl or .parquet file" in message
 
 
+@pytest.mark.long
 def test_a_copy_of_another_model_is_found_by_its_weights(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copied("base", "same")
     assert "same: its weights are those of base" in refused(("fr", "same"))

@@ -51,8 +51,7 @@ def weights_sent(hub: FakeHub) -> int:
     return sum(seen.method == "GET" and seen.path.endswith(WEIGHTS) and not seen.range for seen in hub.seen)
 
 
-@pytest.mark.matrix("texts")
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"text": None}, {"stream": True}], ids=["texts", "own", "streamed"])
 def test_models_of_an_empty_cache_merge_as_local_ones(options: dict[str, Any], hub: FakeHub) -> None:
     auto(**options)
@@ -61,6 +60,7 @@ def test_models_of_an_empty_cache_merge_as_local_ones(options: dict[str, Any], h
     assert Path("merged", WEIGHTS).read_bytes() == Path("local", WEIGHTS).read_bytes()
 
 
+@pytest.mark.long
 def test_the_plan_counts_the_download_and_downloads_no_weights(
     hub: FakeHub, work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,6 +80,7 @@ def test_the_plan_counts_the_download_and_downloads_no_weights(
     assert weights_sent(hub) == 0
 
 
+@pytest.mark.long
 def test_a_copy_of_the_base_is_refused_after_the_download(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_given: Any, **_more: Any) -> None:
         raise AssertionError("something was computed")

@@ -56,7 +56,7 @@ def test_each_token_is_the_one_that_the_whole_row_predicts(folder: Path, tempera
         ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_same_tokens_for_any_number_of_threads_and_others_for_another_seed(folder: Path) -> None:
     one = drawn(folder)
     assert one == drawn(folder, threads=3)
@@ -133,7 +133,7 @@ def test_what_cannot_be_written_is_refused_first(folder: Path, tmp_path: Path) -
     assert not (tmp_path / "new.jsonl").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rows_longer_than_the_model_takes_are_refused(folder: Path) -> None:
     with prepare_named(folder) as prepared, writer("llama", prepared, RunOptions()) as draw_text:
         most = opened("llama", prepared).positions
@@ -156,7 +156,7 @@ def test_a_model_that_has_written_is_not_in_memory(folder: Path, tmp_path: Path)
         gc.enable()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_command_says_what_it_wrote(folder: Path, tmp_path: Path, cli: Cli) -> None:
     done = cli("write", folder, tmp_path / "own.jsonl", "--rows", "2", "--tokens", "4")
     assert "2 rows written: " in done.out
@@ -255,7 +255,7 @@ def test_the_command_says_what_rows_begin_with(tmp_path: Path, cli: Cli) -> None
     assert "The chat template is not used: no" in cli("write", broken, tmp_path / "b.jsonl", "--tokens", "4").out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_start_without_a_token_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match="rows have no token to begin with"):
         weightsmith.write(folder, tmp_path / "own.jsonl", start=("",), progress=False)

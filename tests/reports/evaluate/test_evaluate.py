@@ -115,7 +115,7 @@ def test_models_recipes_and_stored_codes_have_the_numbers_of_transformers(
     assert shown.rstrip().endswith(page.summary[-1])
 
 
-@pytest.mark.matrix("nemotron-h", "deepseek-v3", "exaone-moe")
+@pytest.mark.matrix("nemotron-h")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
@@ -208,7 +208,7 @@ def test_what_was_compared_with_a_reference_is_not_kept_if_its_files_change(
     assert evaluation.to_json() == weightsmith.evaluate("b2", "b3", **asked).to_json()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_models_with_other_tokenizers_are_compared_by_their_bits(work: Path) -> None:
     shutil.copytree(work / "b", work / "c")
     tokenizer = Tokenizer(BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[]))
@@ -309,7 +309,7 @@ def test_row_sums_are_those_of_each_text() -> None:
     assert replace(two, tokenized="").divergences is None
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_merge_and_a_quantised_model_are_evaluated_before_they_are_published(work: Path, cli: Cli) -> None:
     """As stored, beside the source. The numbers are those of `weightsmith eval`."""
     ran = cli("quantize", "a", "codes", "--format", "fp8-dynamic", "--evaluate", "t.txt", "--json")
@@ -383,7 +383,7 @@ def layer_outputs(folder: Path, text: str, tokens: int) -> list[torch.Tensor]:
     return outputs
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_errors_of_layers_are_those_of_transformers(work: Path) -> None:
     """Of the scored tokens: all but the first of a row. Models with other layers have none."""
     evaluation = weightsmith.evaluate("a", "b", text="t.txt", tokens=32, reference="a", progress=False)
@@ -398,7 +398,7 @@ def test_the_errors_of_layers_are_those_of_transformers(work: Path) -> None:
     assert weightsmith.evaluate("a", text="t.txt", progress=False).layers == (None,)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_only_the_first_rows_are_kept_for_the_errors_of_layers(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightsmith._reports.evaluate.measure.SAMPLE_BYTES", 2 * 2 * 32 * 64 * 4)
     evaluation = weightsmith.evaluate("a", "b", text="t.txt", tokens=32, reference="a", progress=False)
@@ -407,7 +407,7 @@ def test_only_the_first_rows_are_kept_for_the_errors_of_layers(work: Path, monke
     np.testing.assert_allclose(np.array(evaluation.layers[1]), expected, rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_mixture_is_evaluated_before_it_is_published(work: Path, cli: Cli) -> None:
     """Beside its base; the worst layers are in summary, manifest, card and page."""
     (work / "moe.yml").write_text(
@@ -432,7 +432,7 @@ print(json.dumps({"n": sum(name.endswith(".safetensors") for name in names), "he
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_command_measures_folders_as_they_are_and_recipes_as_they_would_be_written(work: Path, cli: Cli) -> None:
     """Beside a text, and alone; what was written for it is gone afterwards."""
     Path("size.py").write_text(SIZE)
@@ -489,7 +489,7 @@ def test_lm_eval_measures_models_and_recipes(work: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.cpu
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_killed_by_its_command_is_run_again_and_leaves_nothing(
     work: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -545,7 +545,7 @@ def test_a_string_that_may_be_a_wrong_path_is_not_a_text(work: Path) -> None:
         weightsmith.evaluate("a", text="my notes.txt", progress=False)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_open_model_is_a_model(work: Path) -> None:
     with weightsmith.open_checkpoint("a") as model:
         evaluation = weightsmith.evaluate(model, "b", text="t.txt", tokens=32, progress=False)
@@ -554,7 +554,7 @@ def test_an_open_model_is_a_model(work: Path) -> None:
     assert merged.models[0].ref == "a"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_table_has_a_row_for_each_model_and_text(work: Path) -> None:
     evaluation = weightsmith.evaluate("a", "b", text=["t.txt", "u.txt"], tokens=32, reference="a", progress=False)
     rows = evaluation.table()

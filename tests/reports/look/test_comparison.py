@@ -48,7 +48,7 @@ def compare(folders: Mapping[str, Path], names: str, **options: object) -> weigh
     return weightsmith.diff(*models, base=folders["base"], progress=False, **options)  # type: ignore[call-overload,no-any-return]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_norms_cosines_and_conflicts_are_those_of_the_deltas(folders: Mapping[str, Path]) -> None:
     torch = pytest.importorskip("torch")
     comparison = compare(folders, "abc")
@@ -63,7 +63,7 @@ def test_norms_cosines_and_conflicts_are_those_of_the_deltas(folders: Mapping[st
         assert tensor.conflicts == int(((signs > 0).any(0) & (signs < 0).any(0)).sum())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_overlaps_are_of_the_largest_hundredth(folders: Mapping[str, Path]) -> None:
     up_projection = {tensor.name: tensor for tensor in compare(folders, "abc").tensors}[UP]
     flat = [np.abs(d).reshape(-1) for d in deltas(folders, "abc", UP)]
@@ -86,7 +86,7 @@ def test_subspaces_are_those_of_the_leading_singular_vectors(folders: Mapping[st
         assert tensor.subspaces[1] > 0.7  # of a and d; two of the eight directions are noise
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_layers_parts_and_the_total_are_sums(folders: Mapping[str, Path]) -> None:
     comparison = compare(folders, "ab")
     for groups in (comparison.layers, comparison.parts, [comparison.total]):
@@ -105,7 +105,7 @@ def test_the_result_does_not_depend_on_threads_and_is_json(folders: Mapping[str,
     assert one == three
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_the_numbers_mean_in_words(folders: Mapping[str, Path]) -> None:
     reading = " ".join(compare(folders, "abcd").reading)
     assert "Much the same was learned by A and D (cosine 1.00)" in reading
@@ -128,7 +128,7 @@ def test_a_product_that_does_not_fit_its_steps_is_rejected() -> None:
     assert "two or more" in KIND.check(alignments("d", [Step(spec, COPY, reads[:2])]))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_table_has_a_row_for_each_group(folders: Mapping[str, Path]) -> None:
     comparison = compare(folders, "abc")
     rows = comparison.table()

@@ -116,6 +116,7 @@ def test_a_low_rank_adapter(base: Path, tmp_path: Path) -> None:
     assert "The embedding is frozen: not one of its elements differs." in difference.reading
 
 
+@pytest.mark.long
 def test_a_low_rank_adapter_of_some_layers(base: Path, tmp_path: Path) -> None:
     def change(name: str, tensor: np.ndarray) -> np.ndarray:
         adapted = any(f"layers.{i}.self_attn.{p}_proj" in name for i in (2, 3) for p in "qv")
@@ -135,7 +136,7 @@ def test_some_experts_are_counted(tmp_path: Path) -> None:
     assert kind.endswith("rank 1 in 2 of the 6 tensors of all linear layers of all layers.")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_full_fine_tune(base: Path, tmp_path: Path) -> None:
     difference = diff(base, changed(tmp_path / "b", trained))
     assert difference.reading[0].startswith(
@@ -144,7 +145,7 @@ def test_a_full_fine_tune(base: Path, tmp_path: Path) -> None:
     assert not any("frozen" in sentence for sentence in difference.reading)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_full_fine_tune_with_frozen_embeddings(base: Path, tmp_path: Path) -> None:
     def change(name: str, tensor: np.ndarray) -> np.ndarray:
         return trained(name, tensor) * ("embed" not in name)
@@ -155,7 +156,7 @@ def test_a_full_fine_tune_with_frozen_embeddings(base: Path, tmp_path: Path) -> 
     assert not any("head is frozen" in sentence for sentence in difference.reading)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_merge_of_adapters_says_so_by_rank_and_by_its_card(base: Path, tmp_path: Path) -> None:
     for k in (1, 2):
         changed(tmp_path / f"m{k}", low_rank(6, k), np.float32)
@@ -178,7 +179,7 @@ def test_the_same_model_under_another_name(base: Path, tmp_path: Path) -> None:
     assert difference.total.share == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("format", ["int8", "fp8-dynamic", "mxfp4"])
 def test_a_model_that_was_quantised_and_dequantised(base: Path, tmp_path: Path, format: str) -> None:
     weightsmith.quantize(base, tmp_path / "q", format, progress=False)
@@ -229,7 +230,7 @@ def test_integers_are_compared_element_by_element(tmp_path: Path) -> None:
     assert {tensor.name: tensor.changed for tensor in difference.tensors} == {"steps": 10, "small": 0}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_pickled_weights_and_adapters_are_read_like_any_others(base: Path, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     (tmp_path / "bin").mkdir()
@@ -255,7 +256,7 @@ def test_sums_that_overflow_leave_the_spectrum_unknown(base: Path, tmp_path: Pat
     json.dumps(difference.to_json(), allow_nan=False)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_globs_choose_tensors(base: Path, tmp_path: Path) -> None:
     other = changed(tmp_path / "b", trained)
     difference = diff(base, other, tensors=["*.mlp.up*", "model.norm.weight"])

@@ -158,6 +158,7 @@ def same(mine: float, true: float, **tolerance: float) -> bool:
 # ---- diff
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_a_tensor_as_the_oracle_has_it(difference: weightsmith.Difference, case: str) -> None:
     mine, (a, b) = tensor_of(difference, case), (x.astype(np.float64) for x in CASES[case])

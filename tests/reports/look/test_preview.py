@@ -87,7 +87,7 @@ def test_what_is_small_is_not_sampled(folders: Mapping[str, Path]) -> None:
     assert preview(recipe(folders)).to_json() == preview(recipe(folders), full=True).to_json()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_sample_is_within_its_error_of_the_whole(folders: Mapping[str, Path], small_samples: None) -> None:
     sampled, full = preview(recipe(folders)), preview(recipe(folders), full=True)
     assert sampled.looked_at < 0.3 * sampled.elements == 0.3 * full.elements
@@ -131,7 +131,7 @@ def test_methods_that_look_at_the_whole_model_are_sampled(folders: Mapping[str, 
     assert preview(recipe(folders, scope="model")).total.models[0].survives > 0.1  # type: ignore[union-attr]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_methods_of_whole_matrices_are_sampled(folders: Mapping[str, Path]) -> None:
     pytest.importorskip("torch")
     previewed = preview(recipe(folders, "tsv_m"))

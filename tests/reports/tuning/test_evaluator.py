@@ -195,7 +195,7 @@ def test_divergence_from_a_reference_is_that_of_eval(work: Path) -> None:
     assert divergences.sum() / expected.totals[1].tokens == pytest.approx(divergence.value, rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_a_reference_predicts_is_computed_once(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the memory come the same numbers, and those of each reference: two that are named on the same rows too."""
     monkeypatch.setattr("weightsmith._activations.losses.SMALL_LOGITS", 1 << 14)  # several pieces, of which each is on disk
@@ -266,7 +266,7 @@ def test_numbers_have_six_digits_and_whole_ones_none(work: Path) -> None:
         assert recipe.start == (0.55, 6)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_products_in_bfloat16_change_losses_a_little_and_no_thread_changes_them(work: Path) -> None:
     """As long as they are asked for; a divergence from the same model is still zero."""
     with Candidates("r.yml", RecipeOptions()) as recipe:
@@ -333,7 +333,7 @@ def test_settings_that_one_file_leaves_out_are_those_of_transformers(work: Path)
     assert fitting == {"fewer": True, "other": False}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("scope", ["tensor", "model"])
 def test_another_model_of_the_same_shape_has_thresholds_of_its_own(work: Path, scope: str) -> None:
     text = f"""merge_method: ties

@@ -47,8 +47,7 @@ def test_models_of_an_empty_cache_are_tuned_as_local_ones(stream: bool, search: 
     assert weights_sent(hub) == (0 if stream else len(MODELS))
 
 
-@pytest.mark.matrix("streamed")
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "downloaded"])
 def test_a_branch_that_moves_meanwhile_changes_no_comparison(
     stream: bool, hub: FakeHub, monkeypatch: pytest.MonkeyPatch

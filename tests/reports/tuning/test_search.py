@@ -89,7 +89,7 @@ def test_cma_finds_a_minimum_that_random_values_miss(n: int) -> None:
     assert best["cma"] < best["random"] / (1 if n == 1 else 3)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("n", [1, 2, 60])
 def test_the_gradient_leads_to_a_minimum_in_few_steps(n: int) -> None:
     tunables = [number(str(i), 0, 1 + i % 3) for i in range(n)]

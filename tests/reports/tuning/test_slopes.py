@@ -64,7 +64,7 @@ def slopes(
         return analytic, differences
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_slopes_are_those_of_the_differences_of_losses(work: Path, name: str) -> None:
     text, values = CASES[name]

@@ -87,7 +87,7 @@ def test_the_result_is_the_recipe_with_numbers_and_its_page(work: Path) -> None:
     json.dumps(tuning.to_json(), allow_nan=False)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_plain_mean_is_a_reference_and_the_report_says_if_it_is_not_beaten(work: Path) -> None:
     tuning = tune(budget=3)
     assert [*tuning.judged] == ["tuned", "start", "mean", "base"]
@@ -106,7 +106,7 @@ def test_the_plain_mean_is_a_reference_and_the_report_says_if_it_is_not_beaten(w
         assert (judged.reading[-1] == NOT_BETTER) == (not beats)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_recipe_of_one_fine_tune_has_no_mean(work: Path) -> None:
     models = [{"model": "b", "parameters": {"weight": {"tune": [0, 1]}}}]
     tuning = tune({"merge_method": "task_arithmetic", "base_model": "a", "models": models}, "one.yml", budget=2)
@@ -230,7 +230,7 @@ def test_ctrl_c_leaves_the_best_so_far(work: Path, monkeypatch: pytest.MonkeyPat
     assert "not yet judged" not in Path("tuned.yml").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_invalid_candidate_is_a_line(work: Path) -> None:
     text = "merge_method: task_arithmetic\nbase_model: a\ndtype: float16\nmodels:\n"
     text += "  - {model: b, parameters: {weight: {tune: [0, 1e9], start: 0.5}}}\n"
@@ -253,7 +253,7 @@ def test_without_a_valid_candidate_there_is_one_error_and_no_recipe(work: Path) 
     assert not Path("tuned.yml").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_matrices_that_a_number_does_not_change_are_computed_once(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """λ scales what task singular vectors give: only the first candidate decomposes."""
     calls, thin_svd = list[int](), weightsmith._methods.tsv_m.thin_svd
@@ -276,7 +276,7 @@ def test_matrices_that_a_number_does_not_change_are_computed_once(work: Path, mo
     assert {path.suffix for path in work.iterdir() if "own" in path.name or "more" in path.name} == {".yml", ".jsonl"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_methods_and_models_are_chosen(work: Path) -> None:
     text = "merge_method: {choice: [ties, task_arithmetic]}\nbase_model: a\nmodels:\n"
     text += "  - {model: {choice: [b, c]}, parameters: {weight: {tune: [0, 1]}}}\n"
@@ -288,8 +288,7 @@ def test_methods_and_models_are_chosen(work: Path) -> None:
     weightsmith.plan("tuned.yml")
 
 
-@pytest.mark.matrix("kl")
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("objective", ["mean", "worst", "kl"])
 def test_the_objective_is_what_is_made_small(work: Path, objective: str) -> None:
     Path("v.txt").write_text("Something else entirely; " * 3 + "".join(chr(97 + i * i * 7 % 26) for i in range(700)))
@@ -304,8 +303,7 @@ def test_the_objective_is_what_is_made_small(work: Path, objective: str) -> None
     assert tuning.best == min(whole, key=tuning.objective_of)
 
 
-@pytest.mark.matrix("mean")
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("objective", ["mean", "worst", "kl"])
 def test_the_gradient_of_the_objective_is_followed_and_resumed(work: Path, objective: str) -> None:
     Path("v.txt").write_text("Something else entirely; " * 3 + "".join(chr(97 + i * i * 7 % 26) for i in range(700)))

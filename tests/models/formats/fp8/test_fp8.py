@@ -169,7 +169,7 @@ def test_a_dequantised_weight_is_its_codes_times_the_scales(case: str, dtype: An
     np.testing.assert_array_equal(decoded, exact(codes, full, *block))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @given(st.data())
 def test_any_range_of_bytes_is_the_same(data: st.DataObject) -> None:
     source = source_of(DEEPSEEK, BLOCK_ARRAYS)
@@ -565,7 +565,7 @@ def test_a_mixture_of_fp8_models(tmp_path: Path) -> None:
     assert contents[0] == contents[1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("cols", "without", "preferred"), [(8192, 32, 128), (3000, 84, 147), (512, 512, 512), (40_000, 6, 6)])
 def test_tiles_have_the_rows_that_an_input_prefers_and_the_bytes_do_not_depend_on_it(
     cols: int, without: int, preferred: int, tmp_path: Path

@@ -101,6 +101,7 @@ def test_layers_of_a_stack_keep_their_bytes(models: Path) -> None:
     assert len(result.plan.refs) == 2
 
 
+@pytest.mark.long
 @needs_llama_cpp
 def test_llama_cpp_runs_a_stack_of_one_model_as_the_model(models: Path) -> None:
     weightsmith.merge(stack(("a.gguf", 0, 2), ("a.gguf", 2, 4)), "out", quantize="gguf-copy", progress=False)
@@ -111,6 +112,7 @@ def test_llama_cpp_runs_a_stack_of_one_model_as_the_model(models: Path) -> None:
     assert (logits[0] == logits[1]).all()
 
 
+@pytest.mark.long
 def test_types_of_a_format_that_a_file_has_are_copied(models: Path) -> None:
     """As llama.cpp's quantiser does. The layers are other ones, so a rule gives some another type than they have."""
     recipe = stack(("a.gguf", 0, 4), ("a.gguf", 2, 4))
@@ -127,6 +129,7 @@ def test_types_of_a_format_that_a_file_has_are_copied(models: Path) -> None:
     assert stored(Path("same/model.gguf")) == a
 
 
+@pytest.mark.long
 def test_a_merge_is_encoded_in_the_types_of_its_inputs(models: Path) -> None:
     recipe = {"models": [{"model": "a.gguf"}, {"model": "b.gguf"}], "merge_method": "linear", "parameters": {"weight": 0.5}}
     result = weightsmith.merge(recipe, "out", quantize="gguf-copy", progress=False)
@@ -138,6 +141,7 @@ def test_a_merge_is_encoded_in_the_types_of_its_inputs(models: Path) -> None:
     assert f"{len(blocks)} of {len(blocks)} tensors" in warning
 
 
+@pytest.mark.long
 def test_experts_of_a_mixture_are_copied_from_dense_files(models: Path) -> None:
     recipe = {"base_model": "a.gguf", "gate_mode": "random", "architecture": "mixtral"}
     recipe |= {"experts": [{"source_model": name, "positive_prompts": ["x"]} for name in ("a.gguf", "b.gguf")]}
@@ -154,6 +158,7 @@ def test_experts_of_a_mixture_are_copied_from_dense_files(models: Path) -> None:
     assert not encoded(again.plan)
 
 
+@pytest.mark.long
 def test_factors_of_nvfp4_are_copied_too(tmp_path: Path) -> None:
     path = quantize(save("qwen3-moe", tmp_path / "m"), tmp_path / "q", "nvfp4")
     for name in ("copy", "nvfp4"):
@@ -161,6 +166,7 @@ def test_factors_of_nvfp4_are_copied_too(tmp_path: Path) -> None:
     assert any(name.endswith("_exps.scale") for name in stored(path))
 
 
+@pytest.mark.long
 def test_a_type_that_is_asked_for_wins(models: Path) -> None:
     result = weightsmith.quantize("a.gguf", "out", "gguf-copy", tensor_types=["ffn_down=Q5_1"], progress=False)
     a, out = stored(Path("a.gguf")), stored(Path("out/model.gguf"))
@@ -172,12 +178,14 @@ def test_a_type_that_is_asked_for_wins(models: Path) -> None:
     assert out["blk.0.ffn_down.weight"][0] == "Q5_1"
 
 
+@pytest.mark.long
 def test_a_copy_of_plain_weights_is_refused(models: Path) -> None:
     with pytest.raises(PlanError, match="no tensor of the output comes from a GGUF file"):
         weightsmith.quantize("a", "out", "gguf-copy", progress=False)
     assert not Path("out").exists()
 
 
+@pytest.mark.long
 def test_weights_of_a_plain_model_in_a_stack_keep_their_dtype(models: Path) -> None:
     result = weightsmith.merge(stack(("a.gguf", 0, 2), ("b", 2, 4)), "out", quantize="gguf-copy", progress=False)
     a, out = stored(Path("a.gguf")), stored(Path("out/model.gguf"))
@@ -188,6 +196,7 @@ def test_weights_of_a_plain_model_in_a_stack_keep_their_dtype(models: Path) -> N
     assert "14 of 38 tensors" in warning
 
 
+@pytest.mark.long
 def test_a_plan_of_copies_runs_later_and_in_parts(models: Path) -> None:
     recipe = stack(("a.gguf", 0, 3), ("b.gguf", 1, 4))
     weightsmith.merge(recipe, "out", quantize="gguf-copy", progress=False)
@@ -197,6 +206,7 @@ def test_a_plan_of_copies_runs_later_and_in_parts(models: Path) -> None:
     assert Path("later/model.gguf").read_bytes() == Path("out/model.gguf").read_bytes()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -235,6 +245,7 @@ def test_a_forged_piece_of_a_copy_is_refused(change: dict[str, Any], words: str,
         pass
 
 
+@pytest.mark.long
 def test_another_file_in_the_place_of_the_planned_one_is_noticed(models: Path) -> None:
     plan = weightsmith.plan(stack(("a.gguf", 0, 4)), quantize="gguf-copy")
     Path("b.gguf").rename("a.gguf")
@@ -243,6 +254,7 @@ def test_another_file_in_the_place_of_the_planned_one_is_noticed(models: Path) -
     assert not Path("out").exists()
 
 
+@pytest.mark.long
 def test_types_that_need_importances_are_copied_and_not_computed(models: Path) -> None:
     ones = {name: np.ones(shape[-1], np.float32) for name, (_, shape, _) in stored(Path("a.gguf")).items() if len(shape) > 1}
     for name in "ab":
@@ -255,6 +267,7 @@ def test_types_that_need_importances_are_copied_and_not_computed(models: Path) -
         weightsmith.plan(recipe, quantize="gguf-copy")
 
 
+@pytest.mark.long
 def test_results_of_other_recipes_are_copies_of_their_inputs(models: Path) -> None:
     recipe = """
 name: st
@@ -278,6 +291,7 @@ merge_method: passthrough
     assert stored(Path("again/model.gguf")) == out
 
 
+@pytest.mark.long
 def test_an_adapter_leaves_what_it_does_not_change(models: Path) -> None:
     (models / "lora").mkdir()
     rng = np.random.default_rng(0)
@@ -311,6 +325,7 @@ def test_a_part_with_factors_is_not_copied_without_them(tmp_path: Path, tokenize
         assert (place.encoding, [part.dtype.name for part in place.parts]) == ("", ["Q8_0", "Q8_0"])
 
 
+@pytest.mark.long
 def test_the_distance_of_a_merge_counts_what_comes_from_the_base(models: Path) -> None:
     slices = [{"sources": [{"model": "a.gguf", "layer_range": [0, 1]}]}]
     slices.append({"sources": [{"model": name, "layer_range": [1, 4]} for name in ("a.gguf", "b.gguf")]})
@@ -325,6 +340,7 @@ def test_the_distance_of_a_merge_counts_what_comes_from_the_base(models: Path) -
     assert len(distances["gguf-copy"]) < len(distances[None])
 
 
+@pytest.mark.long
 def test_importances_that_change_nothing_are_pointed_out(models: Path) -> None:
     ones = {name: np.ones(shape[-1], np.float32) for name, (_, shape, _) in stored(Path("a.gguf")).items() if len(shape) > 1}
     imatrix = imatrix_numbers(models / "ones.dat", ones)
@@ -333,6 +349,7 @@ def test_importances_that_change_nothing_are_pointed_out(models: Path) -> None:
     assert any("importances change nothing for them" in str(warning) for warning in result.warnings)
 
 
+@pytest.mark.long
 def test_the_name_of_the_mixture_is_that_of_the_inputs(models: Path) -> None:
     path = quantize("a", "s", "q4_k_s")
     copy = quantize(path, "c", "copy")
@@ -341,6 +358,7 @@ def test_the_name_of_the_mixture_is_that_of_the_inputs(models: Path) -> None:
     assert read_gguf_header(Path("out/model.gguf")).keys["general.file_type"] == 15
 
 
+@pytest.mark.long
 def test_what_is_shown_of_a_copy(
     models: Path, tokenizers: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -54,7 +54,7 @@ def keys_of(path: Path) -> dict[str, str]:
     return {name: str(value) for name, value in read_gguf_header(path).keys.items() if name.startswith("deepseek4.")}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_both_layouts_give_one_file_and_come_back(tmp_path: Path) -> None:
     compressed = {"rope_type": "yarn", "rope_theta": 160000.0, "partial_rotary_factor": 0.25, "attention_factor": 1.0}
     compressed |= {name: value for name, value in YARN.items() if name != "type"}
@@ -83,6 +83,7 @@ def test_both_layouts_give_one_file_and_come_back(tmp_path: Path) -> None:
     assert not any(missing.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["f16", "q8_0", "q4_0"])
 def test_the_table_of_experts_is_of_whole_numbers(name: str, tmp_path: Path) -> None:
     source = saved(tmp_path / "m")
@@ -101,7 +102,7 @@ def test_the_table_of_experts_is_of_whole_numbers(name: str, tmp_path: Path) -> 
 
 
 @needs_llama_cpp
-@pytest.mark.slow
+@pytest.mark.long
 def test_llama_cpp_computes_the_same_of_a_text_that_all_kinds_of_layers_compress(tmp_path: Path) -> None:
     import torch
 

@@ -105,11 +105,12 @@ def _infinite(value: dict[str, Any]) -> object:
     return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
+@pytest.mark.long
 def test_the_table_is_that_of_the_installed_transformers() -> None:
     assert defaults.stored() == defaults.text(defaults.table()), "python -m tests.models.formats.gguf.defaults --write"
 
 
-@pytest.mark.matrix("llama*", "gemma3*", "*-moe", "deepseek*")
+@pytest.mark.matrix("llama*", "deepseek*")
 @pytest.mark.parametrize("name", MODELS)
 def test_what_config_json_leaves_out_is_that_of_transformers(name: str) -> None:
     import transformers
@@ -135,6 +136,7 @@ def test_what_config_json_leaves_out_is_that_of_transformers(name: str) -> None:
     assert compared > 15
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", VISION)
 def test_what_vision_config_leaves_out_is_that_of_transformers(name: str) -> None:
     model_class, config_class, arguments = ZOO[name]

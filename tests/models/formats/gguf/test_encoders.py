@@ -93,7 +93,7 @@ def keys_of(path: Path) -> dict[str, Any]:
     return {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
 
 
-@pytest.mark.matrix("bert", "*-ranks", "modernbert", "nomic")
+@pytest.mark.matrix("bert")
 @needs_llama_cpp
 @pytest.mark.parametrize("name", ENCODERS)
 def test_llama_cpp_computes_what_transformers_does(name: str, tmp_path: Path) -> None:

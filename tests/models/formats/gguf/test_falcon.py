@@ -34,7 +34,7 @@ def quantize(source: Path, out: Path, name: str = "f32") -> Path:
     return out / "model.gguf"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
     [{}, {"mamba_rms_norm": True, "mamba_norm_before_gate": False}, {"tie_word_embeddings": True, "lm_head_multiplier": 3.0}],

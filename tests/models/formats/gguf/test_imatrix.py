@@ -50,6 +50,7 @@ def errors_of(path: Path, plain: Path) -> dict[str, list[float]]:
     return errors
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["q4_k_m", "iq2_xxs", "q5_0"])
 def test_an_expert_that_no_token_reached_is_stored_as_well_as_the_others(name: str, mixture: Path, tmp_path: Path) -> None:
     weightsmith.quantize(mixture, tmp_path / "plain", "gguf-f32", progress=False)

@@ -59,7 +59,7 @@ def quantize(source: Path, out: Path, name: str = "f32") -> Path:
     return out / "model.gguf"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_both_layouts_give_one_file_and_come_back(tmp_path: Path) -> None:
     source = saved(tmp_path / "m", dtype="bfloat16")
     path = quantize(source, tmp_path / "q")

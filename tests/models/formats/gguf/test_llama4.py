@@ -49,7 +49,7 @@ def published(source: Path) -> None:
 
 
 @needs_llama_cpp
-@pytest.mark.slow
+@pytest.mark.long
 def test_scout_as_published(tmp_path: Path) -> None:
     """It is what transformers saves of its language model; llama.cpp computes the same, and the scaling comes back."""
     import torch

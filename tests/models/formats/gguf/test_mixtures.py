@@ -310,7 +310,7 @@ def test_scores_of_some_are_always_normalised(name: str, stem: str, tmp_path: Pa
 
 
 @needs_llama_cpp
-@pytest.mark.slow
+@pytest.mark.long
 def test_llama_cpp_splits_text_as_k_exaone_does(tmp_path: Path) -> None:
     """With merges across all of the text, so that only the splits keep its parts apart."""
     import tokenizers as library

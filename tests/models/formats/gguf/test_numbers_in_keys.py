@@ -65,6 +65,7 @@ def test_keys_have_the_numbers_of_the_activation(tmp_path: Path) -> None:
     assert "F32" in str(report)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["linear", "dare_ties"])
 def test_a_merge_straight_to_gguf_has_the_merged_numbers(method: str, tmp_path: Path) -> None:
     folders = [str(apertus(tmp_path / name, seed)) for seed, name in enumerate(("base", "a", "b"))]
@@ -98,6 +99,7 @@ def test_a_merge_that_looks_at_whole_models_first_is_refused(tmp_path: Path) -> 
         weightsmith.plan(inner, quantize="gguf-q8_0")
 
 
+@pytest.mark.long
 def test_models_on_the_hub_are_asked_for_these_numbers_alone(tmp_path: Path) -> None:
     source = apertus(tmp_path / "m", 1, hidden_size=256, intermediate_size=1024)
     files = {path.name: path.read_bytes() for path in source.iterdir()}

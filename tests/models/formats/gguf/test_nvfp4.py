@@ -71,6 +71,7 @@ def test_llama_cpp_computes_the_stored_weights(name: str, tmp_path: Path) -> Non
     assert lost > 2 * error
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["nvfp4a16", "gguf-nvfp4"])
 def test_numbers_of_nvfp4_stay_as_they_are(name: str, tmp_path: Path) -> None:
     """Those of a GGUF file, and those of compressed-tensors, whose q, k and v share a factor."""

@@ -102,6 +102,7 @@ def trained(folder: Path, gguf: Path, name: str, seed: int) -> tuple[Path, dict[
     }
 
 
+@pytest.mark.long
 def test_a_model_is_read_with_the_adapter_that_ollama_applies(gguf: Path, tmp_path: Path) -> None:
     name = "model.layers.0.mlp.up_proj"
     file, entry = trained(tmp_path, gguf, name, 0)

@@ -203,6 +203,7 @@ def test_llama_cpp_ranks_as_the_logits_of_yes_and_no(stated: str, tied: bool, tm
         assert np.abs(judge.pooled(tokens) - logits.softmax(0).numpy()).max() < 1e-4
 
 
+@pytest.mark.long
 def test_a_reranker_straight_from_a_merge(tmp_path: Path) -> None:
     for seed, part in enumerate("abc"):
         (reranker(tmp_path / part, seed, tied=False) / "README.md").write_text(CARD)
@@ -260,6 +261,7 @@ def embedding_gemma(folder: Path, seed: int = 0, *, inner: int = 48, **changes: 
     return folder
 
 
+@pytest.mark.long
 @needs_llama_cpp
 def test_llama_cpp_makes_the_vectors_of_embedding_gemma(tmp_path: Path) -> None:
     from sentence_transformers import SentenceTransformer
@@ -305,6 +307,7 @@ def test_matrices_that_llama_cpp_does_not_have_are_left_out(changes: dict[str, A
     assert [getattr(configs[0], name) for name in names] == [getattr(configs[1], name) for name in names]
 
 
+@pytest.mark.long
 def test_a_merge_of_embedding_gemma_merges_its_matrices(tmp_path: Path) -> None:
     for seed, part in enumerate("ab"):
         embedding_gemma(tmp_path / part, seed)

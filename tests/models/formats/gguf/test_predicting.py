@@ -80,6 +80,7 @@ def quantize(source: Path, out: Path, name: str = "f32") -> Path:
     return out / "model.gguf"
 
 
+@pytest.mark.long
 @needs_llama_cpp
 @pytest.mark.parametrize("family", FAMILIES)
 def test_llama_cpp_computes_the_same_logits_with_them(family: str, tmp_path: Path) -> None:
@@ -91,6 +92,7 @@ def test_llama_cpp_computes_the_same_logits_with_them(family: str, tmp_path: Pat
     assert np.array_equal(*logits)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_they_are_written_as_llama_cpps_converter_does_and_come_back(family: str, tmp_path: Path) -> None:
     plain, source, added = save(family, tmp_path)
@@ -118,6 +120,7 @@ def test_they_are_written_as_llama_cpps_converter_does_and_come_back(family: str
         assert not any("predict" in str(note) for note in back.notes)
 
 
+@pytest.mark.long
 @needs_llama_cpp
 @pytest.mark.parametrize("family", ["glm4-moe", "qwen3.5"])
 def test_types_are_those_of_llama_cpps_quantiser(family: str, tmp_path: Path) -> None:

@@ -176,6 +176,7 @@ def quantize(source: Path, out: Path) -> Path:
     return out / "model.gguf"
 
 
+@pytest.mark.long
 @needs_llama_cpp
 @pytest.mark.parametrize("name", ENCODERS)
 def test_llama_cpp_computes_what_the_authors_code_does(name: str, tmp_path: Path) -> None:
@@ -219,6 +220,7 @@ def test_what_comes_back_is_what_was_written(name: str, tmp_path: Path) -> None:
     assert stored(quantize(tmp_path / "q", tmp_path / "again")) == written
 
 
+@pytest.mark.long
 @needs_llama_cpp
 @pytest.mark.parametrize("name", ENCODERS)
 def test_types_and_bytes_are_those_of_llama_cpps_quantiser(name: str, tmp_path: Path) -> None:

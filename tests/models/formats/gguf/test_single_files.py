@@ -134,6 +134,7 @@ def test_it_is_dequantised_to_the_dtype_it_was_made_of(tensors: Stored, flat: li
         np.testing.assert_array_equal(output[name], values.astype(np.float32).astype(numpy), strict=True)
 
 
+@pytest.mark.long
 def test_it_merges_with_a_safetensors_file_and_with_block_weights(tmp_path: Path) -> None:
     plain = {name: values for name, (values, _) in flux(1).items()}
     save_file(plain, tmp_path / "b.safetensors")
@@ -230,6 +231,7 @@ def test_t5_with_a_decoder_is_refused(tmp_path: Path) -> None:
         open_checkpoint(write(tmp_path / "a.gguf", "t5", tensors))
 
 
+@pytest.mark.long
 def test_a_note_says_that_a_file_of_umt5_lacks_the_tokenizer(tmp_path: Path) -> None:
     small = {"token_embd.weight": (64, 32)}
     with open_checkpoint(write(tmp_path / "a.gguf", "t5encoder", normal(0, small, {}))) as model:

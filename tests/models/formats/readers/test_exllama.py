@@ -14,7 +14,7 @@ from tests.mini import write_checkpoint
 from tests.models.formats.readers import exllama
 from weightsmith._models.checkpoint import open_checkpoint
 
-pytestmark = pytest.mark.reader
+pytestmark = [pytest.mark.reader, pytest.mark.slow]
 
 H, M, V = 256, 384, 64
 SIZES = {

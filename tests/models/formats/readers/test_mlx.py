@@ -49,6 +49,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], P
 
 
 @pytest.mark.skipif(not PYTHON, reason="needs MLX")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_mlx_lm_computes_what_transformers_does(case: tuple[str, str], folders: dict[tuple[str, str], Path]) -> None:
     folder = folders[case] / "quantised"

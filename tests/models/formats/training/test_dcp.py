@@ -99,6 +99,7 @@ def test_two_state_dicts_are_refused(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "o")
 
 
+@pytest.mark.long
 def test_a_merge_and_a_quantisation_of_a_training_folder(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     for name in ("base", "tuned"):

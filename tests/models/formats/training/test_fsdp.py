@@ -48,6 +48,7 @@ class TestRanks(SourceTests):
         return SourceCase(opener(copied), expected, opener(other))
 
 
+@pytest.mark.long
 def test_three_processes_share_rows_unevenly(tmp_path: Path) -> None:
     write_ranks(tmp_path / "c" / "actor", tensors(), 3)
     for other in ("optim_world_size_3_rank_0.pt", "extra_state_world_size_3_rank_0.pt"):
@@ -59,6 +60,7 @@ def test_three_processes_share_rows_unevenly(tmp_path: Path) -> None:
         assert opened.notes[0].what == "the weights are in parts of 3 processes"
 
 
+@pytest.mark.long
 def test_a_merge_and_a_quantisation_of_ranks(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     for name in ("base", "tuned"):
@@ -104,6 +106,7 @@ def test_a_mesh_of_two_dimensions_is_refused(tmp_path: Path) -> None:
     assert "verl.model_merger" in caught.value.finding.fix
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("other", "message"),
     [
@@ -140,6 +143,7 @@ def test_plain_tensors_alone_do_not_say_how_processes_share_them(tmp_path: Path)
         assert opened["w"].tolist() == [1, 1, 1, 1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "other"), [("scalar", torch.tensor(3.5)), ("long", torch.arange(9) // 8 * 9)])
 def test_a_tensor_that_each_file_has_whole_is_the_same_in_all(
     name: str, other: torch.Tensor, ranks: Path, tmp_path: Path

@@ -187,6 +187,7 @@ def test_the_tokenizer_of_umt5_is_read_back_and_written_again(spiece: bytes, tmp
     assert (tmp_path / "again" / "model.gguf").read_bytes() == (tmp_path / "out" / "model.gguf").read_bytes()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", ["umt5.safetensors", "out/model.gguf"])
 def test_a_merge_of_umt5_with_its_gguf_file_has_the_tokenizer_as_it_was_stored(
     first: str, spiece: bytes, tmp_path: Path
@@ -202,6 +203,7 @@ def test_a_merge_of_umt5_with_its_gguf_file_has_the_tokenizer_as_it_was_stored(
     assert load_file(tmp_path / "merged" / "model.safetensors")["spiece_model"].tobytes() == spiece
 
 
+@pytest.mark.long
 def test_the_tokenizer_of_umt5_is_found_beside_the_weights(spiece: bytes, tmp_path: Path) -> None:
     (tmp_path / "umt5").mkdir()
     save_file(umt5(None), tmp_path / "umt5" / "model.safetensors", {"format": "pt"})
