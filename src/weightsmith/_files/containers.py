@@ -204,15 +204,17 @@ class _Files:
         return Layout(tuple(self._shards), MappingProxyType(self._places), MappingProxyType(self._indexes), total)
 
 
-def make_adapter_layout(specs: Sequence[TensorSpec], name: str = PEFT_NAME) -> Layout:
+def make_adapter_layout(specs: Sequence[TensorSpec], name: str = PEFT_NAME, naming: Naming = PLAIN_NAMES) -> Layout:
     """Lay out an adapter: all tensors in one file, for PEFT and other loaders of adapters read no other.
+
+    naming  has the metadata of the file
 
     Raises StoreError as `make_layout`.
 
     >>> make_adapter_layout([]).shards[0].name
     'adapter_model.safetensors'
     """
-    layout = make_layout(specs, sum(spec.nbytes for spec in specs) + 1)
+    layout = make_layout(specs, sum(spec.nbytes for spec in specs) + 1, naming=Naming(metadata=naming.metadata))
     return replace(layout, shards=tuple(replace(shard, name=name) for shard in layout.shards))
 
 
@@ -298,8 +300,8 @@ CONTAINERS: Mapping[str, Callable[[Sequence[TensorSpec], int, Naming, bytes, byt
         "weightsmith._models.formats.gguf.layout"
     ).make_adapter_layout(specs, headers[0]),
     PEFT: lambda specs, *rest: make_adapter_layout(specs),
-    KOHYA: lambda specs, *rest: make_adapter_layout(specs, KOHYA_NAME),
-    DIFFUSERS_LORA: lambda specs, *rest: make_adapter_layout(specs, DIFFUSERS_LORA_NAME),
+    KOHYA: lambda specs, _max_shard_bytes, naming, *headers: make_adapter_layout(specs, KOHYA_NAME, naming),
+    DIFFUSERS_LORA: lambda specs, _max_shard_bytes, naming, *headers: make_adapter_layout(specs, DIFFUSERS_LORA_NAME, naming),
     MLX_ADAPTER: lambda specs, *rest: make_adapter_layout(specs, MLX_ADAPTER_NAME),
 }
 """Name in `Plan.container` → layout function of the stored tensors, the maximum of a file, `Plan.naming`, `header`, `mmproj`"""

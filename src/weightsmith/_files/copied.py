@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -281,14 +281,33 @@ def kept_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
     return {key: metadata[key] for key in kept if key not in _HASHES}
 
 
+def adapter_metadata(metadata: Mapping[str, str], ranks: Collection[int], alphas: Collection[float]) -> dict[str, str]:
+    """`kept_metadata` of a file of an adapter. Its rank and alpha, where stated, are those of the new file's modules.
+
+    kohya's programs write `Dynamic` for modules that differ.
+
+    >>> adapter_metadata({"ss_network_dim": "8", "ss_network_alpha": "4", "ss_output_name": "ink"}, {8}, {8.0})
+    {'ss_network_dim': '8', 'ss_network_alpha': '8.0', 'ss_output_name': 'ink'}
+    """
+    kept = kept_metadata(metadata)
+    for key, values in (("ss_network_dim", ranks), ("ss_network_alpha", alphas)):
+        if key in kept:
+            kept[key] = str(next(iter(values))) if len({*values}) == 1 else "Dynamic"
+    return kept
+
+
 _MERGED_FROM = "modelspec.merged_from"
+_STATED_LICENCE = "modelspec.license"
 
 
-def merged_metadata(metadata: Mapping[str, str], paths: Sequence[str], *, alone: bool) -> dict[str, str]:
+def merged_metadata(
+    metadata: Mapping[str, str], paths: Sequence[str], others: Iterable[Mapping[str, str]] = (), *, alone: bool
+) -> dict[str, str]:
     """`kept_metadata` of a merge, with the names of its models in place of an older list, as ModelSpec lists them.
 
-    paths  of the models and adapters that are merged, or their ids on the Hub; of one model, there is no list
-    alone  the model that the metadata is of is a single file: others have the list only beside keys of ModelSpec
+    paths   of the models and adapters that are merged, or their ids on the Hub; of one model, there is no list
+    others  metadata of these: the merge has a licence if all of them have it
+    alone   the model that the metadata is of is a single file: others have the list only beside keys of ModelSpec
 
     >>> merged_metadata({"modelspec.title": "Ink"}, ["a/ink.safetensors", "me/sd-xl"], alone=False)["modelspec.merged_from"]
     'ink, sd-xl'
@@ -296,7 +315,10 @@ def merged_metadata(metadata: Mapping[str, str], paths: Sequence[str], *, alone:
     said = alone or any(key.startswith("modelspec.") for key in metadata)
     names = _model_names(paths)
     listed = {_MERGED_FROM: ", ".join(names)} if said and names and len(paths) > 1 else {}
-    return {key: value for key, value in metadata.items() if key != _MERGED_FROM} | listed
+    left_out = {_MERGED_FROM} | (
+        {_STATED_LICENCE} if len({file.get(_STATED_LICENCE, "") for file in (metadata, *others)}) > 1 else set[str]()
+    )
+    return {key: value for key, value in metadata.items() if key not in left_out} | listed
 
 
 _USUAL_NAME = re.compile(

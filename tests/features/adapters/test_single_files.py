@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import weightsmith
@@ -294,3 +295,42 @@ def _fused(model: Any, folder: Path) -> dict[str, Any]:
     model.fuse_lora()
     model.unload_lora()
     return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+TRAINED = {"ss_network_dim": "2", "ss_network_alpha": "1", "ss_tag_frequency": '{"a": {"cat": 3}}', "sshs_model_hash": "0x12"}
+SAID = {"modelspec.title": "Cat", "modelspec.license": "mit", "modelspec.trigger_phrase": "sks cat", **TRAINED}
+
+
+def said(path: Path, **changes: str) -> dict[str, str]:
+    """Rewrites a file with metadata, or reads its metadata."""
+    if changes:
+        save_file(load_file(path), path, changes)
+    with safe_open(path, "numpy") as file:
+        return dict(file.metadata())
+
+
+@pytest.mark.parametrize(("program", "alpha"), [("kohya", "1.0"), ("diffusers", "2.0")])
+def test_what_a_file_says_of_its_training_goes_along(program: str, alpha: str, tmp_path: Path) -> None:
+    """Trigger words and tags are shown by other programs. Hashes of the old tensors are wrong."""
+    shapes = {"lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q": (6, 8)}
+    source = kohya(tmp_path / "a.safetensors", 1, shapes=shapes)
+    said(source, **SAID)
+    result = weightsmith.convert_lora(source, tmp_path / "out", layout=program, progress=False)
+    (written,) = result.out.glob("*.safetensors")
+    hashes = {"sshs_model_hash"}
+    kept = {key: value for key, value in SAID.items() if key not in hashes}
+    assert said(written) == {"format": "pt", **kept, "ss_network_alpha": alpha}
+
+
+def test_a_merge_says_what_its_first_adapter_does_and_its_own_rank(tmp_path: Path) -> None:
+    files = [kohya(tmp_path / f"{name}.safetensors", seed) for seed, name in enumerate("ab")]
+    for path, licence in zip(files, ("mit", "apache-2.0"), strict=True):
+        said(path, **SAID | {"modelspec.license": licence})
+    out = tmp_path / "out"
+    merge(recipe(tuple(files)), out)
+    metadata = said(out / "lora.safetensors")
+    assert "modelspec.license" not in metadata
+    assert metadata["modelspec.merged_from"] == "a, b"
+    assert metadata["modelspec.trigger_phrase"] == "sks cat"
+    ranks = {len(a) for name, a in load_file(out / "lora.safetensors").items() if name.endswith("lora_down.weight")}
+    assert metadata["ss_network_dim"] == (str(*ranks) if len(ranks) == 1 else "Dynamic")

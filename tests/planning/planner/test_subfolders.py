@@ -347,3 +347,10 @@ def test_models_that_are_not_read_are_not_listed(tmp_path: Path) -> None:
     assert _lists(weightsmith.merge(recipe, tmp_path / "out", fsync=False).out) == "a, c"
     recipe["models"][2]["parameters"] = {"weight": 0}
     assert _lists(weightsmith.merge(recipe, tmp_path / "one", fsync=False).out) is None, "the old list would be false"
+
+
+@pytest.mark.parametrize(("other", "stated"), [("mit", "mit"), ("openrail", None), (None, None)])
+def test_a_merge_has_the_licence_that_all_of_its_files_have(other: str | None, stated: str | None) -> None:
+    says = [{"modelspec.license": "mit"}, {} if other is None else {"modelspec.license": other}]
+    metadata = merged_metadata({"modelspec.title": "Ink", **says[0]}, ["a.safetensors", "b.safetensors"], says, alone=True)
+    assert metadata.get("modelspec.license") == stated

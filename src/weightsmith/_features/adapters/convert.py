@@ -35,8 +35,9 @@ from weightsmith._features.adapters.options import ConvertSettings
 from weightsmith._features.adapters.placing import AdapterPlaces, norms_name, whole_name
 from weightsmith._features.adapters.renaming import DIFFUSERS, FLUX_T5, RenamedModule, renamed
 from weightsmith._features.adapters.steps import PLAIN_DTYPES, factor_step, stored_dtype, transposed
-from weightsmith._files.containers import DIFFUSERS_LORA, GGUF_ADAPTER, PEFT
+from weightsmith._files.containers import DIFFUSERS_LORA, GGUF_ADAPTER, PEFT, Naming
 from weightsmith._files.containers import KOHYA as KOHYA_FILE
+from weightsmith._files.copied import adapter_metadata
 from weightsmith._models.checkpoint import Checkpoint, HubModel, locate
 from weightsmith._models.formats.gguf.adapter_file import A_ENDING, B_ENDING, EMBEDDING, adapter_keys, check_heads
 from weightsmith._models.formats.gguf.architectures import architecture_of_config, text_config
@@ -280,15 +281,19 @@ def _fill_single(adapter: Adapter, settings: ConvertSettings, draft: PlanDraft) 
     if settings.layout == DIFFUSERS and any(module.name.startswith(FLUX_T5) for module in modules):
         fix = "load them in ComfyUI, or merge them into the text encoder"
         draft.warnings += (Finding("diffusers does not load factors of Flux's T5: it leaves them out", where, fix=fix),)
+    ranks, alphas = set[int](), set[float]()
     for module in modules:
         if len(module.parts) == 1:
             rank, scaling = _put_module(adapter, settings, draft, module, names)
         else:
             rank, scaling = _put_fused(adapter, settings, draft, module, names), 1.0
+        ranks.add(rank)
+        alphas.add(float(rank if settings.layout == DIFFUSERS else scaling * rank))
         if settings.layout != DIFFUSERS:
             alpha = TensorSpec(f"{module.name}{ALPHA}", DTYPES["F32"], ())
             draft.steps.append(Step(alpha, FILL, (), settings=draft.add_settings(Settings({"value": scaling * rank}, ()))))
     draft.container = container
+    draft.naming = Naming(metadata=adapter_metadata(adapter.checkpoint.metadata, ranks, alphas))
 
 
 def _put_module(

@@ -36,7 +36,8 @@ from weightsmith._features.adapters.cores import AdaptedModule, CoreWork, Merged
 from weightsmith._features.adapters.opening import NAME_BASE, ZERO_ADAPTER, OpenedAdapters, different_bases, parameters_of
 from weightsmith._features.adapters.placing import AdapterPlaces, SingleFile, as_kernels, layer_of, norms_name, strangers
 from weightsmith._features.adapters.report import with_layer
-from weightsmith._files.containers import PEFT
+from weightsmith._files.containers import PEFT, Naming
+from weightsmith._files.copied import adapter_metadata, merged_metadata
 from weightsmith._methods.method import BaseRole
 from weightsmith._models.lora.config import tied_targets, transposed_of
 from weightsmith._models.lora.forms import as_matrix
@@ -203,6 +204,10 @@ def _rewrite(draft: PlanDraft, opened: OpenedAdapters, rank: int | None, combina
         draft.config = _config(opened, places, ranks)
     else:
         draft.container = single.container
+        files = [adapter.checkpoint for adapter in opened.adapters]
+        metadata = adapter_metadata(files[0].metadata, ranks.values(), list(map(float, ranks.values())))
+        metadata = merged_metadata(metadata, [file.ref for file in files], [file.metadata for file in files], alone=True)
+        draft.naming = Naming(metadata=metadata)
     draft.carried = list(_tokenizer(opened))
     draft.warnings = [w for w in draft.warnings if "no config.json" not in w.what] + list(_notes(opened))
 

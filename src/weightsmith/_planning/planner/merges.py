@@ -449,7 +449,8 @@ class _Assembler:
         used = {read.model for step in made_of for read in step.reads}
         used |= {model for product in products for model in product.models}
         paths = _merged_paths((ref for i, ref in enumerate(refs) if i in used), stages)
-        metadata = merged_metadata(naming.metadata, paths, alone=self.inputs[self.opened.donor].alone)
+        others = [self.inputs[i].metadata for i in sorted(used) if i >= 0]
+        metadata = merged_metadata(naming.metadata, paths, others, alone=self.inputs[self.opened.donor].alone)
         return replace(naming, metadata=metadata)
 
     def _outputs(self, method: Method, resolver: Resolver, placements: Sequence[Placement]) -> StepMaker:
