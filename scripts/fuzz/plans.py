@@ -44,6 +44,9 @@ def _make_plan() -> None:
     }
     for name, recipe in recipes.items():
         Path(f"plans/{name}.json").write_text(json.dumps(weightsmith.plan(recipe).to_json()))
+    weightsmith.quantize("a", "codes", "int8", fsync=False)
+    copies = {"merge_method": "passthrough", "models": [{"model": "codes"}]}
+    Path("plans/copies.json").write_text(json.dumps(weightsmith.plan(copies, quantize="int8").to_json()))
     from tests.plan_help import prepare_moe
     from weightsmith._planning.options import RecipeOptions
 
@@ -212,7 +215,7 @@ _PRODUCT_WORDS = ("transient", "needs", "files", "models", "format", "settings",
 KINDS = {
     "plan": Kind(
         _make_plan,
-        ("plans/linear.json", "plans/stack.json", "plans/union.json", "plans/moe.json", "plans/stages.json"),
+        tuple(f"plans/{name}.json" for name in ("linear", "stack", "union", "moe", "stages", "copies")),
         lambda rng, data: mutate_json(rng, data, ("pieces", "needs", "stored", "encoding", "layer", "role", "op", "shape")),
         _use_plan,
     ),

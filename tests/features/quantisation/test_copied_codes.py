@@ -154,6 +154,16 @@ def test_groups_of_another_size_are_decoded_and_the_warning_says_how_to_keep_the
     assert stored("again") == stored(a)
 
 
+def test_weights_that_are_merged_could_not_be_copied(models: Path) -> None:
+    a, b = quantise("w4a16", "a", "b", group_size=32)
+    recipe = {"models": [{"model": a}, {"model": b}], "merge_method": "linear", "parameters": {"weight": 0.5}}
+    for group_size in (None, 32):
+        plan = weightsmith.plan(recipe, quantize="w4a16", group_size=group_size)
+        warnings = [str(warning) for warning in plan.warnings if "quantised already" in str(warning)]
+        assert len(warnings) == 2
+        assert not [warning for warning in warnings if "--group-size" in warning]
+
+
 def test_the_warning_counts_what_is_decoded(models: Path) -> None:
     (a,) = quantise("w4a16", "a")
     result = weightsmith.quantize(a, "out", "w4a16", tensor_types=["q_proj=w8a16"], **QUIET)
@@ -445,7 +455,8 @@ def test_a_calibrated_run_quantises_again(tmp_path: Path, monkeypatch: pytest.Mo
     recipe = {"models": [{"model": m}], "merge_method": "passthrough"}
     plan = weightsmith.plan(recipe, quantize="w4a16", **options)
     assert not copied(plan)
-    assert any("quantised already" in str(warning) for warning in plan.warnings)
+    [warning] = [str(warning) for warning in plan.warnings if "quantised already" in str(warning)]
+    assert "--group-size" not in warning
     assert copied(weightsmith.plan(recipe, quantize="w4a16"))
 
 

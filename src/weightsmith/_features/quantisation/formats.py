@@ -73,7 +73,7 @@ from weightsmith._planning.planner.files import NO_CONFIG, joined, lacking
 from weightsmith._planning.planner.pipelines import drop_subfolders
 from weightsmith._planning.planner.prepared import Prepared, model_input
 from weightsmith._planning.planner.tensor_data import numbers_of
-from weightsmith._plans import PLAIN, Plan, PlanDraft, Product, Read, Step
+from weightsmith._plans import CAST, COPY, PLAIN, Plan, PlanDraft, Product, Read, Step
 from weightsmith._plans.codec import has_type
 from weightsmith.abc.product import Arrays, Floats
 from weightsmith.abc.stored import Encoding, ModelFiles, ModelFormat, ModelOrigin, ModelRequest, StoredFormat, Writing
@@ -650,13 +650,16 @@ def _decoded(prepared: Prepared, name: str) -> list[Finding]:
         elif model.ref in copied_from:
             which = f"{len(decoded[number]):,} of its weights are"
         what = f"it is quantised already ({model.decoded}): {which} dequantised, then stored as {name}"
-        findings.append(Finding(what, model.ref, fix=_to_copy(name, decoded.get(number, ()))))
+        findings.append(Finding(what, model.ref, fix=_to_copy(prepared, number, name)))
     return findings
 
 
-def _to_copy(name: str, in_files: Iterable[StoredAs | None]) -> str:
-    """How to keep the codes of weights that are decoded, if they are those of the format in groups of another size."""
-    encodings = {in_file.encoding for in_file in in_files if in_file is not None}
+def _to_copy(prepared: Prepared, number: int, name: str) -> str:
+    """How to keep the codes of a model, if what is copied of it is in groups of another size than that of the output."""
+    steps = [step for step in prepared.draft.steps if step.encoding != PLAIN and step.made_by in (COPY, CAST)]
+    reads = [(step, read) for step in steps for read in step.reads if read.model == number]
+    places = ((step, _stored_as(prepared, read)) for step, read in reads)
+    encodings = {place.encoding for step, place in places if place is not None and place.encoding != step.encoding}
     writes = (writing for stored in formats_for(name) for writing in stored.writes if writing.name == name)
     sizes = [size for writing in writes for size, encoding in writing.encodings.items() if encoding.name in encodings]
     return f"add {assignment('group_size', sizes[0])} to copy its codes" if len(sizes) == 1 else ""
