@@ -244,6 +244,19 @@ def test_a_gguf_file_becomes_a_folder_of_peft(models: Any, tmp_path: Path) -> No
     assert all(np.array_equal(direct[name], through[name]) for name in direct)
 
 
+def test_a_gguf_file_says_whose_adapter_it_is_and_so_does_the_way_back(models: Any, tmp_path: Path) -> None:
+    """As llama.cpp's converter, which reads the card of the adapter, too."""
+    path = of_llama_cpp(tmp_path / "a", THEIRS, **{"general.license": "mit", "general.author": "Jo Doe"})
+    back = converted(path, tmp_path / "back", "peft", base=str(models("llama")))
+    assert "license: mit" in (back / "README.md").read_text()
+    again = read_gguf_header(converted(path, tmp_path / "again", base=str(models("llama")))).keys
+    assert (again["general.license"], again["general.author"], again["general.type"]) == ("mit", "Jo Doe", "adapter")
+    (back / "README.md").write_text("---\nlicense: apache-2.0\nlanguage: en\n---\n")
+    keys = read_gguf_header(converted(back, tmp_path / "out", base=str(models("llama")))).keys
+    assert (keys["general.license"], keys["general.languages"]) == ("apache-2.0", ["en"])
+    assert keys["general.base_model.count"] == 1
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_peft_computes_the_same_after_both_ways(models: Any, tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ from weightsmith._files.containers import DIFFUSERS_LORA, GGUF_ADAPTER, PEFT, Na
 from weightsmith._files.containers import KOHYA as KOHYA_FILE
 from weightsmith._files.copied import adapter_metadata
 from weightsmith._models.checkpoint import Checkpoint, HubModel, locate
+from weightsmith._models.formats.gguf.about import origin_keys
 from weightsmith._models.formats.gguf.adapter_file import A_ENDING, B_ENDING, EMBEDDING, adapter_keys, check_heads
 from weightsmith._models.formats.gguf.architectures import architecture_of_config, text_config
 from weightsmith._models.formats.gguf.base.architecture import GgufArchitecture
@@ -63,6 +64,7 @@ from weightsmith._planning.recipe import ModelRef
 from weightsmith._planning.recipe.values import parse_reference
 from weightsmith._plans import COPY, FILL, JOIN, Block, Gather, PlanDraft, Provenance, Read, Settings, Step, Table
 from weightsmith._version import __version__
+from weightsmith.abc.stored import ModelOrigin
 
 COMMAND = "convert-lora"
 LLAMA_CPP, MLX = "llama.cpp", "mlx"
@@ -424,7 +426,9 @@ class _GgufAdapterDraft:
         if self.problems:
             raise PlanError(self.problems)
         keys = adapter_keys(architecture, config, alpha, base_name if _on_hub(base_name) else Path(base_name).name)
-        self.draft.header, self.draft.container = encode_metadata(keys), GGUF_ADAPTER
+        origin = origin_keys([ModelOrigin(self.adapter.checkpoint.folder.absolute().name, self.adapter.checkpoint.card)])
+        said = {key: value for key, value in origin.items() if not key.startswith("general.base_model.")}
+        self.draft.header, self.draft.container = encode_metadata(keys | said), GGUF_ADAPTER
 
     def _merge(self) -> str:
         return f"merge it: weightsmith quantize BASE+{self.adapter.checkpoint.ref} OUT --format gguf-q8_0"

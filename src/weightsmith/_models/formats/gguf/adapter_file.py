@@ -30,6 +30,7 @@ from weightsmith._base.files import DAMAGED, show
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.checkpoint import Checkpoint, ModelFolder
 from weightsmith._models.formats.decoded import DecodedTensors, Weight, read_all
+from weightsmith._models.formats.gguf.about import card_of_keys
 from weightsmith._models.formats.gguf.architectures import architectures, text_config
 from weightsmith._models.formats.gguf.base.architecture import GgufArchitecture
 from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufValues
@@ -105,7 +106,7 @@ def open_gguf_adapter(ref: str, path: Path) -> Adapter:
         source = DecodedTensors(source, moved, (), where)
     ordered = heads if any(weight.head_rows for weight in moved) else None
     config = {"base_model_name_or_path": base} if (base := _base(keys)) else {}
-    checkpoint = Checkpoint(ref, source, ModelFolder(path.parent, config=config))
+    checkpoint = Checkpoint(ref, source, ModelFolder(path.parent, config=config, said=card_of_keys(keys)))
     return Adapter(checkpoint, updates, turned=turned, heads=ordered)
 
 
@@ -155,7 +156,7 @@ def in_hub_order(adapter: Adapter, config: Mapping[str, Any] | None) -> Adapter:
     heads = {"attn_q": number, "attn_k": of_text.count("num_key_value_heads", number)}
     weights = [_in_order(checkpoint.specs[name], heads[module], checkpoint.ref) for name, module in adapter.turned.items()]
     source = DecodedTensors(checkpoint.source, weights, (), checkpoint.ref)
-    folder = ModelFolder(checkpoint.folder, config=checkpoint.config)
+    folder = ModelFolder.like(checkpoint)
     return replace(adapter, checkpoint=Checkpoint(checkpoint.ref, source, folder, notes=checkpoint.notes), turned={})
 
 
