@@ -136,6 +136,7 @@ class _Encodings:
 
     name: str
     others: Mapping[str, str] = field(default_factory=dict)
+    _by_name: dict[str, Encoding] = field(default_factory=dict, init=False)
 
     def is_plain(self, spec: TensorSpec) -> bool:
         return self.others.get(spec.name) == PLAIN
@@ -146,7 +147,10 @@ class _Encodings:
 
     def of(self, spec: TensorSpec) -> Encoding:
         name = self.others.get(spec.name, self.name)
-        return find_encoding(self.name if name == PLAIN else name)
+        name = self.name if name == PLAIN else name
+        if name not in self._by_name:  # a mixture has tens of thousands of weights
+            self._by_name[name] = find_encoding(name)
+        return self._by_name[name]
 
 
 def _stored(step: Step, encoding: Encoding, maker: Mapping[str, str]) -> Step:
