@@ -27,7 +27,7 @@ from weightsmith._base.errors import CannotResume, ParameterError, PlanError
 from weightsmith._base.installation import install
 from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._base.torch_use import one_thread
-from weightsmith._engine.resources import Cut, fit_resident_bytes, fit_tile_bytes, peak_memory_bytes
+from weightsmith._engine.resources import RESIDENT_BYTES, Cut, fit_resident_bytes, fit_tile_bytes, peak_memory_bytes
 from weightsmith._engine.schedule import ActivePass, ActiveStep, LeafPass, Scheduler
 from weightsmith._execution.identity import merges_on_device, work_identity
 from weightsmith._methods import cart, iso_c, iso_cts, resmerge, star, svc, tsv_m, wudi
@@ -384,8 +384,8 @@ def test_a_finished_part_lets_go_of_its_job() -> None:
 
 
 def test_what_max_memory_leaves() -> None:
-    assert fit_resident_bytes(None, 2, 4, 77) == 77
-    remaining = fit_resident_bytes(2 << 30, 2, 4, 77)
+    assert fit_resident_bytes(None, 2, 4) == RESIDENT_BYTES
+    remaining = fit_resident_bytes(2 << 30, 2, 4)
     assert remaining == (2 << 30) - peak_memory_bytes(fit_tile_bytes(2 << 30, 2, 4), 2, 4) > 1 << 30
 
 

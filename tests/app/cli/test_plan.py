@@ -304,5 +304,5 @@ def test_what_an_earlier_run_made_of_calibrated_weights_is_counted_in_arrays(
     small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     quantised = quantise(small / "llama", small / "out", settings(small, bits=None, uniform=False), name="w4a16")
-    CommandWork("out", quiet=False, as_json=False, began=0.0).report(replace(quantised, resumed=12))
+    CommandWork("out", quiet=False, as_json=False).report(replace(quantised, resumed=12))
     assert "out: 21 tensors, 12 of the 49 stored arrays by an earlier run, " in capsys.readouterr().out
