@@ -63,18 +63,18 @@ def copied(
         return None
     reads = [leaf.inputs[0] for leaf in leaves]
     places = [stored_as(read) for read in reads if read.model >= 0]
-    found = [place for place in places if place is not None and _is_stored(place, encoding, order, outs)]
-    if len(found) < len(leaves):
+    in_files = [place for place in places if place is not None and _is_stored(place, encoding, order, outs)]
+    if len(in_files) < len(leaves):
         return None
-    stored = tuple(replace(out, dtype=found[0].parts[i].dtype) for i, out in enumerate(outs))
-    alike = all(part.dtype is out.dtype for place in found for part, out in zip(place.parts, stored, strict=True))
+    stored = tuple(replace(out, dtype=in_files[0].parts[i].dtype) for i, out in enumerate(outs))
+    alike = all(part.dtype is out.dtype for place in in_files for part, out in zip(place.parts, stored, strict=True))
     if not alike or not are_alike(outs, stored):
         return None
     models = [undecoded(read) for read in reads]
     pieces = tuple(
         _copy(out, leaf, Read(model, place.parts[i].tensor), place.parts[i].first, joined=bool(step.pieces))
         for i, out in enumerate(stored)
-        for leaf, model, place in zip(leaves, models, found, strict=True)
+        for leaf, model, place in zip(leaves, models, in_files, strict=True)
     )
     return Step(step.out, COPY, (), pieces=pieces, role=step.role, layer=step.layer, encoding=encoding, stored=stored)
 
