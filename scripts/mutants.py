@@ -133,6 +133,7 @@ BESIDE = {
     "_models/sources/adapted.py": ["models/lora", "features/adapters"],
     "_outputs": ["test_merge.py", "execution/test_run.py", "app/cli/test_verify.py", "app/cli/test_housekeeping.py"],
     "_models/formats": ["planning/planner/test_quantize.py", "app/test_quantize_commands.py"],
+    "_models/formats/verbatim.py": ["features/quantisation/test_copied_codes.py", "models/formats/gguf/test_copied.py"],
     "_models/formats/autoround.py": ["models/formats/test_scaled.py", "models/formats/test_quantised.py"],
     "_models/formats/scaled.py": ["models/formats/compressed_tensors", "models/formats/fp8"],
     "_models/formats/quark.py": ["models/formats/test_quark.py", "models/formats/test_scaled.py"],

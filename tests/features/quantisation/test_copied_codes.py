@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ from tests.mini import write_checkpoint
 from tests.models.formats.compressed_tensors.test_reading import write_model, write_transformer
 from tests.models.formats.test_transposed import random_model
 from weightsmith._base.errors import PlanError
-from weightsmith._base.tensors import DTYPES
+from weightsmith._base.tensors import DTYPES, TensorSpec
 from weightsmith._models.formats import find_encoding
+from weightsmith._models.formats.verbatim import copied as copy_of
 from weightsmith._planning.planner.reopen import reopen
-from weightsmith._plans import Plan, plan_from_json
+from weightsmith._plans import COPY, JOIN, PRODUCTS, Block, Plan, Read, Step, plan_from_json
+from weightsmith.abc.tensors import StoredAs, StoredPart
 
 Stored = dict[str, tuple[str, tuple[int, ...], bytes]]
 
@@ -162,6 +165,17 @@ def test_weights_that_are_merged_could_not_be_copied(models: Path) -> None:
         warnings = [str(warning) for warning in plan.warnings if "quantised already" in str(warning)]
         assert len(warnings) == 2
         assert not [warning for warning in warnings if "--group-size" in warning]
+
+
+def test_groups_that_do_not_divide_a_row_are_decoded(models: Path) -> None:
+    """As many as there are of 64, but the last is smaller."""
+    (a,) = quantise("w4a16", "a", group_size=64)
+
+    def regrouped(_tensors: dict[str, np.ndarray], described: dict[str, Any]) -> None:
+        described["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = 96
+
+    other = rewritten(a, "other", regrouped)
+    assert not copied(weightsmith.quantize(other, "out", "w4a16", group_size=64, **QUIET).plan)
 
 
 def test_the_warning_counts_what_is_decoded(models: Path) -> None:
@@ -476,7 +490,9 @@ def test_scales_in_float32_are_copied_if_the_output_has_them_so(tmp_path: Path, 
     write(tmp_path / "m", llama(0))
     (m,) = quantise("mlx-4bit", "m")
     assert not encoded(weightsmith.quantize(m, "out", "mlx-4bit", **QUIET).plan)
-    assert not copied(weightsmith.quantize(m, "half", "mlx-4bit", out_dtype="bfloat16", **QUIET).plan)
+    half = weightsmith.quantize(m, "half", "mlx-4bit", out_dtype="bfloat16", **QUIET)
+    assert not copied(half.plan)
+    assert not [warning for warning in quantised_already(half) if "--group-size" in warning]
 
 
 @pytest.mark.reader
@@ -504,3 +520,62 @@ def test_transformers_loads_scales_of_two_dtypes(tmp_path: Path, monkeypatch: py
         with torch.no_grad():
             logits.append(loaded(tokens).logits)
     assert torch.equal(*logits)
+
+
+WEIGHT = TensorSpec("q_proj.weight", DTYPES["BF16"], (64, 128))
+JOINED = TensorSpec("q_proj.weight", DTYPES["BF16"], (2, 64, 128))
+READ, OTHER = Read(0, "q_proj.weight"), Read(1, "q_proj.weight")
+COPIED = Step(WEIGHT, COPY, (READ,), settings=1)
+
+
+def tried(step: Step, *, dtypes: tuple[str, str] = ("BF16", "BF16"), order: object = None, parts: int = 3) -> Step | None:
+    """A step that is copied from models whose scales have these dtypes; None if it is not."""
+    outs = find_encoding("w4a16").outs(WEIGHT)
+
+    def stored_as(read: Read) -> StoredAs:
+        scales = DTYPES[dtypes[read.model]]
+        found = [StoredPart(out.name, scales if out.dtype.floating else out.dtype) for out in outs]
+        return StoredAs("w4a16", tuple(found[:parts]), order)
+
+    wanted = [replace(out, shape=(2, *out.shape)) for out in outs] if len(step.out.shape) == 3 else outs
+    return copy_of(step, "w4a16", wanted, stored_as, lambda read: 2 + read.model)
+
+
+def joined(out: TensorSpec, *leaves: Step) -> Step:
+    return Step(out, JOIN, (), pieces=leaves)
+
+
+def test_a_copy_has_the_settings_and_the_stored_tensors_of_its_leaves() -> None:
+    copy = tried(joined(JOINED, COPIED, replace(COPIED, inputs=(OTHER,))))
+    assert copy is not None
+    assert [(piece.settings, piece.inputs[0].model, piece.out.shape) for piece in copy.pieces] == [
+        (1, model, shape) for shape in ((64, 16), (64, 1), (2,)) for model in (2, 3)
+    ]
+    assert [(number, origin) for _, number, origin in copy.places] == [(0, 0), (0, 1024), (1, 0), (1, 64), (2, 0), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        replace(COPIED, op="linear"),
+        replace(COPIED, inputs=(replace(READ, view=Block(0, 64, 128, 128)),)),
+        replace(COPIED, inputs=(READ, OTHER)),
+        replace(COPIED, inputs=(replace(READ, model=PRODUCTS),)),
+        joined(WEIGHT, *(replace(COPIED, out=replace(WEIGHT, shape=(32, 128))) for _ in range(2))),
+        joined(JOINED, COPIED),
+        joined(JOINED, COPIED, replace(COPIED, op="fill", inputs=())),
+    ],
+)
+def test_only_whole_tensors_are_copied(step: Step) -> None:
+    assert tried(step) is None
+
+
+def test_only_what_is_stored_alike_is_copied() -> None:
+    assert tried(COPIED) is not None
+    assert tried(replace(COPIED, op="cast")) is not None
+    assert tried(COPIED, order="turned") is None
+    assert tried(COPIED, parts=2) is None
+    assert tried(COPIED, dtypes=("F32", "BF16")) is None
+    both = joined(JOINED, COPIED, replace(COPIED, inputs=(OTHER,)))
+    assert tried(both, dtypes=("F16", "F16")) is not None
+    assert tried(both, dtypes=("F16", "BF16")) is None

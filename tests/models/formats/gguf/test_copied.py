@@ -179,6 +179,14 @@ def test_a_type_that_is_asked_for_wins(models: Path) -> None:
 
 
 @pytest.mark.long
+def test_a_model_as_its_file_has_it_closes_the_decoded_one(models: Path) -> None:
+    model = weightsmith.open_checkpoint("a.gguf")
+    with model.undecoded() as undecoded:
+        assert undecoded.specs["token_embd.weight"].dtype.name == "U8"
+        assert model.folder.is_dir()
+    assert not model.folder.exists()
+
+
 def test_a_copy_of_plain_weights_is_refused(models: Path) -> None:
     with pytest.raises(PlanError, match="no tensor of the output comes from a GGUF file"):
         weightsmith.quantize("a", "out", "gguf-copy", progress=False)
