@@ -100,7 +100,7 @@ def test_what_the_folder_holds(here: Path) -> None:
     assert json.loads((here / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_second_merge_into_the_same_folder_is_refused_unless_asked(here: Path) -> None:
     weightsmith.merge("ties.yml", "out")
     before = weights(here / "out")
@@ -144,7 +144,7 @@ def test_killed_at_any_point_and_run_again_gives_the_same_bytes(here: Path, meth
     assert not staging_folder(here / "out").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["touched", "replaced"])
 def test_an_input_that_changed_is_not_mixed_with_finished_work(how: str, here: Path) -> None:
     interrupt("ties.yml")
@@ -181,7 +181,7 @@ def interrupt(recipe: str, tensors: int = 1) -> None:
         weightsmith.merge(recipe, "out", progress=stop)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_work_that_had_finished_nothing_is_begun_anew_when_the_recipe_changes(here: Path) -> None:
     interrupt("ties.yml", tensors=0)
     assert staging_folder(here / "out").exists()
@@ -220,7 +220,7 @@ def test_what_changed_since_work_was_interrupted_is_said_in_the_terms_of_the_rec
     assert weightsmith.merge("ties.yml", "out").resumed
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_work_done_with_nonfinite_numbers_allowed_is_not_resumed_without(here: Path) -> None:
     # Finished tensors are not merged again, so nothing else would see the NaN.
     for path in sorted((here / "a").glob("*.safetensors")):
@@ -269,7 +269,7 @@ def test_bytes_do_not_depend_on_hash_seed_threads_or_memory(here: Path) -> None:
     assert outputs[0] == outputs[1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_a_merge_made_can_be_merged_again(here: Path) -> None:
     first = weightsmith.merge("ties.yml", "first", fsync=False)
     listed = [{"model": "first", "parameters": {"weight": 1}}, {"model": "a", "parameters": {"weight": 1}}]
@@ -309,7 +309,7 @@ def test_integers_on_which_models_disagree_are_reported(tmp_path: Path, monkeypa
         np.testing.assert_array_equal(out.read("ids"), [0, 1, 2])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_progress_is_told_and_ends_at_all(here: Path) -> None:
     seen: list[weightsmith.Progress] = []
     began = time.monotonic()

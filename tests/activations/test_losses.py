@@ -80,7 +80,7 @@ def check_losses(losses: Found, logs: torch.Tensor, rows: ScoredRows) -> None:
     assert expected[scored_places].std() > 0.05
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "mixtral", "phi3", "qwen3 moe"])
 def test_losses_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """qwen2 and both gemmas have tied embeddings, and gemma2 caps its logits."""

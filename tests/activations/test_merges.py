@@ -86,8 +86,7 @@ def assert_merged(weights: Weights, expected: Callable[[str], torch.Tensor], fol
         torch.testing.assert_close(weights[name].double(), (a[name] + b[name]) / 2)
 
 
-@pytest.mark.matrix("parameters0-*")
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("parameters", "alpha", "mu"),
     [

@@ -141,7 +141,7 @@ def test_a_layer_is_loaded_once_for_the_rows_of_all_threads(monkeypatch: pytest.
     assert loads == [0, 1] * 15  # a row of 16 tokens after a start of one; other starts are longer
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_thread_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     real, calls, loads = sampling._Choose.__call__, list[int](), watched_loads(monkeypatch)
 
@@ -178,7 +178,7 @@ def watched_loads(monkeypatch: pytest.MonkeyPatch, fails_at: int | None = None) 
 # ---- features that read it
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_each_model_is_measured_on_the_text_that_it_wrote() -> None:
     save_all()
     merged = weightsmith.merge(merge_of(SHORT), "merged", progress=False)
@@ -196,6 +196,7 @@ def test_each_model_is_measured_on_the_text_that_it_wrote() -> None:
     assert len(merged.reports) == 2
 
 
+@pytest.mark.long
 def test_a_plan_says_what_models_write_and_the_memory_for_it(cli: Cli) -> None:
     save_all()
     Path("own.yml").write_text(json.dumps(merge_of(SHORT)))

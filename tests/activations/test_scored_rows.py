@@ -135,7 +135,7 @@ def test_conversations_that_do_not_fit_a_row_are_cut_and_counted(tmp_path: Path)
     assert rows.unplaced == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_answers_that_the_template_rewrites_later_are_counted(tmp_path: Path) -> None:
     only_last = (
         "{% for m in messages %}{% if loop.last or m.role == 'user' %}<|{{ m.role }}|>{{ m.content }}{% endif %}{% endfor %}"
@@ -146,7 +146,7 @@ def test_answers_that_the_template_rewrites_later_are_counted(tmp_path: Path) ->
     assert byte_tokenizer().decode(rows.ids[0][rows.nbytes[0] >= 0].tolist()) == "No."
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("template", "why"),
     [
@@ -198,6 +198,7 @@ def test_conversations_need_a_template_and_other_lines_are_text(tmp_path: Path) 
     assert np.array_equal(rows_of(tmp_path / "u.jsonl", 64).ids, rows_of(words(tmp_path / "t.txt", "abc"), 64).ids)
 
 
+@pytest.mark.long
 def test_a_conversation_is_written_as_transformers_writes_it(tmp_path: Path) -> None:
     """With a template that has whitespace control, a filter and a loop."""
     from transformers import PreTrainedTokenizerFast

@@ -363,7 +363,7 @@ def test_a_run_is_resumed_with_the_statistics_that_it_has(tmp_path: Path, monkey
     assert len(load_file(out / weights)) == 2 * (5 * 4 + 2 * 7)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_text_or_a_tokenizer_that_has_changed_is_an_error(tmp_path: Path) -> None:
     recipe, quantize_settings = models_of(tmp_path), settings(tmp_path)
     text, tokenizer = tmp_path / "text.txt", tmp_path / "a/tokenizer.json"

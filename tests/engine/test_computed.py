@@ -254,6 +254,7 @@ def test_a_tensor_is_read_from_its_models_and_once_more_for_each_statistics_pass
     source.close()
 
 
+@pytest.mark.long
 def test_jobs_that_are_forgotten_are_made_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = written(folder, METHODS["dare_ties"], tmp_path / "out")
     monkeypatch.setattr("weightsmith._engine.computed._FEW", 1)
@@ -287,7 +288,7 @@ def layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", WHOLE)
 def test_products_and_whole_matrices_give_what_the_engine_writes(name: str, layers: Path, tmp_path: Path) -> None:
     expected = written(layers, WHOLE[name], tmp_path / "out")

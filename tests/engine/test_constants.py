@@ -155,6 +155,7 @@ def test_dtypes_may_differ() -> None:
     assert np.array_equal(got, np.float16([2, -np.inf, np.nan]), equal_nan=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["linear", "ties", "slerp", "model_stock"])
 def test_bounds_that_clip_nothing_are_merged_with_their_model(method: str, tmp_path: Path) -> None:
     """As in the audio tower of Gemma 4: scalars, infinite in every model."""

@@ -111,7 +111,7 @@ def test_after_an_error_threads_that_wait_are_woken() -> None:
     assert woken.is_set()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("stop", [1, 4, 7])
 def test_a_run_that_ended_in_a_pass_is_done_again_from_the_last_finished_tensor(
     stop: int, monkeypatch: pytest.MonkeyPatch
@@ -160,7 +160,7 @@ def products(monkeypatch: pytest.MonkeyPatch, compute: Any) -> tuple[Product, ..
     return of("x"), of("y", ["x"], transient=True), of("z", ["y"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_products_are_made_in_their_order_and_transient_ones_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     def compute(context: ProductContext) -> Arrays:
         before = [int(context.arrays(name)[0][0]) for name in context.product.needs]
@@ -203,7 +203,7 @@ def test_an_error_of_a_product_names_it_and_ends_the_run(monkeypatch: pytest.Mon
     assert caught.value.product == "y"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_product_that_nobody_waits_for_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, ended = threading.Event(), []
 

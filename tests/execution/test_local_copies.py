@@ -63,6 +63,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folders:
     return Folders(tmp_path, monkeypatch)
 
 
+@pytest.mark.long
 def test_the_bytes_are_the_same_and_no_tensor_is_read_from_the_share(folders: Folders) -> None:
     merged = folders.run()
     assert merged is not None
@@ -82,6 +83,7 @@ def test_a_file_without_a_copy_is_read_from_the_share(folders: Folders) -> None:
     assert 0 < merged.copied_bytes < merged.read_bytes
 
 
+@pytest.mark.long
 def test_parts_read_copies_and_the_last_run_needs_none(folders: Folders) -> None:
     for k in (1, 2):
         assert folders.run(part=(k, 2)) is None
@@ -92,6 +94,7 @@ def test_parts_read_copies_and_the_last_run_needs_none(folders: Folders) -> None
     assert content(folders.root / "out") == content(folders.expected)
 
 
+@pytest.mark.long
 def test_a_run_resumes_without_its_copies(folders: Folders) -> None:
     assert folders.run(part=(1, 2)) is None
     shutil.rmtree(folders.copies)
@@ -101,6 +104,7 @@ def test_a_run_resumes_without_its_copies(folders: Folders) -> None:
     assert content(folders.root / "out") == content(folders.expected)
 
 
+@pytest.mark.long
 def test_workers_read_copies(folders: Folders) -> None:
     workers = Threads(2)
     with reopen(folders.plan) as prepared:
@@ -140,6 +144,7 @@ def damaged(path: Path) -> None:
     path.write_bytes(b"\xff" * path.stat().st_size)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "what"),
     [
@@ -192,6 +197,7 @@ def test_a_copy_that_is_no_file_is_an_error(folders: Folders, what: str) -> None
     assert caught.value.finding.where == str(copy)
 
 
+@pytest.mark.long
 def test_models_of_one_name_have_the_folders_above_them_in_the_names_of_their_copies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +217,7 @@ def test_models_of_one_name_have_the_folders_above_them_in_the_names_of_their_co
     assert content(tmp_path / "out") == content(tmp_path / "expected")
 
 
+@pytest.mark.long
 def test_results_of_other_recipes_are_computed_from_copies(folders: Folders) -> None:
     a, b = (folders.root / "share" / name for name in ("a", "b"))
     recipe = {"models": [{"model": linear(a, b)}, {"model": str(b)}], "merge_method": "linear", "parameters": {"weight": 0.5}}
@@ -253,6 +260,7 @@ def test_nothing_is_fetched_of_a_remote_model_that_has_a_copy(tmp_path: Path) ->
     assert content(tmp_path / "out") == content(tmp_path / "expected")
 
 
+@pytest.mark.long
 def test_the_command_says_how_much_it_read_from_copies(folders: Folders, cli: Cli) -> None:
     plan = folders.root / "plan.json"
     plan.write_text(json.dumps(folders.plan.to_json()))
@@ -265,6 +273,7 @@ def test_the_command_says_how_much_it_read_from_copies(folders: Folders, cli: Cl
     assert "read from local copies" in ran.out
 
 
+@pytest.mark.long
 def test_only_the_driver_of_a_ray_cluster_needs_no_copy(folders: Folders) -> None:
     shutil.rmtree(folders.copies)
     helpers = lambda *arguments: share_out(*arguments, workers=Threads(2))  # noqa: E731

@@ -81,6 +81,7 @@ def test_a_report_without_a_base_has_no_pictures(here: Path) -> None:
     assert PAGE_NAME not in (here / "out/README.md").read_text()
 
 
+@pytest.mark.long
 def test_a_report_is_the_same_for_any_threads_and_in_a_resumed_run(here: Path) -> None:
     weightsmith.merge("ties.yml", "whole/out", report="whole/out/report.html", threads=1, fsync=False)
 

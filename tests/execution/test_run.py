@@ -187,7 +187,7 @@ def test_a_part_waits_for_nobody_while_the_whole_is_being_done(here: Path, monke
     assert errors
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_product_is_made_by_one_part_and_found_by_the_others(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     product_names, plain = [], ProductFiles.write
 
@@ -203,7 +203,7 @@ def test_a_product_is_made_by_one_part_and_found_by_the_others(here: Path, monke
     assert product_names == ["thresholds"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_part_says_that_it_waits_for_the_process_that_makes_its_products(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -245,7 +245,7 @@ def test_warnings_about_the_data_of_all_parts_are_shown_once_by_the_run_that_pub
         assert said[2].count(warning) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_older_journal_of_a_part_does_not_outweigh_the_newer_one_of_the_whole(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,7 +338,7 @@ def test_a_model_that_is_another_one_is_refused(here: Path) -> None:
     assert {f.name for f in here.iterdir()} == {"a", "c", "ties.yml"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_with_the_names_and_shapes_of_the_plan_and_other_weights_is_refused(here: Path) -> None:
     plan = weightsmith.plan("ties.yml", max_shard_bytes=SHARD)
     shutil.copytree(here / "b", here / "copy")
@@ -466,7 +466,7 @@ def test_a_file_that_is_no_plan_is_one_error(tmp_path: Path) -> None:
 # ---- identity of work
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_input_that_is_overwritten_while_it_is_read_is_not_published(here: Path) -> None:
     """`cp new old` keeps the inode, and may keep the size: neither name nor header tells."""
     shard = here / "b" / "model.safetensors"
@@ -489,7 +489,7 @@ def test_an_input_that_is_overwritten_while_it_is_read_is_not_published(here: Pa
         weightsmith.merge("ties.yml", "out")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_work_of_another_program_is_not_resumed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Stop(Exception):
         pass

@@ -117,7 +117,7 @@ STAGES = {
 LAST = {"ties": TIES, "dare_ties": TIES.replace("ties", "dare_ties"), "slerp": SLERP}
 
 
-@pytest.mark.matrix("linear-*", "filters-ties", "ties-ties", "stack-ties", "copy-ties")
+@pytest.mark.matrix("linear-linear", "filters-ties", "copy-ties")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "last"),
@@ -155,7 +155,7 @@ WRITTEN = {"scope": SCOPED, "matrices": TSV}
 """Recipes whose methods look at the whole model first, or hold whole matrices."""
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("stage", WRITTEN.values(), ids=WRITTEN)
 def test_a_result_that_must_be_written_is_and_is_removed(stage: str, models: Path, tmp_path: Path) -> None:
     recipe = _at(models, f"{stage}---\n{TIES}")
@@ -170,7 +170,7 @@ def test_a_result_that_must_be_written_is_and_is_removed(stage: str, models: Pat
     assert (tmp_path / "out/model.safetensors").read_bytes() == by_hand(recipe, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_finished_result_is_used_again_after_an_interruption_of_the_next(models: Path, tmp_path: Path) -> None:
     recipe = _at(models, f"{SCOPED}---\n{TIES}")
     out, stage = tmp_path / "out", tmp_path / "out.stage-one"
@@ -193,7 +193,7 @@ def test_a_finished_result_is_used_again_after_an_interruption_of_the_next(model
     assert (out / "model.safetensors").read_bytes() == by_hand(changed, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_interrupted_work_of_a_result_is_resumed(models: Path, tmp_path: Path) -> None:
     recipe = _at(models, f"{SCOPED}---\n{TIES}")
 
@@ -221,7 +221,7 @@ def test_a_result_of_other_models_is_made_again(models: Path, tmp_path: Path) ->
     assert merged(other, tmp_path / "out", overwrite=True) == by_hand(other, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_results_are_kept_where_that_is_asked_for(models: Path, tmp_path: Path) -> None:
     recipe = _at(models, f"{LINEAR}---\n{TIES}")
     kept = weightsmith.merge(recipe, tmp_path / "out", keep_stages=True, **QUIET)
@@ -233,6 +233,7 @@ def test_results_are_kept_where_that_is_asked_for(models: Path, tmp_path: Path) 
     weightsmith.verify(kept.stages[0])
 
 
+@pytest.mark.long
 def test_an_error_after_a_result_says_where_that_is(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last recipe is planned again, with the finished result; another program may have taken its models away meanwhile."""
 
@@ -252,6 +253,7 @@ def test_an_error_after_a_result_says_where_that_is(models: Path, tmp_path: Path
     assert (kept / "model.safetensors").stat().st_mtime_ns == before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("leftover", ["all of it", "an empty folder"])
 def test_what_the_run_of_a_kept_result_left_when_it_died_is_removed(
     leftover: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -302,13 +304,14 @@ def test_a_result_that_is_used_twice(models: Path, tmp_path: Path) -> None:
     assert merged(recipe, tmp_path / "out") == by_hand(recipe, tmp_path)
 
 
+@pytest.mark.long
 def test_the_order_of_the_recipes_does_not_matter(models: Path, tmp_path: Path) -> None:
     recipe = _at(models, f"{LINEAR}---\n{TIES}")
     one, last = recipe.split("---\n")
     assert merged(f"{last}---\n{one}", tmp_path / "a") == merged(recipe, tmp_path / "b")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_recipes_inside_recipes_and_lists_of_recipes(models: Path, tmp_path: Path) -> None:
     recipe = _at(models, f"{LINEAR}---\n{TIES}")
     one, last = (yaml.safe_load(part) for part in recipe.split("---\n"))
@@ -317,7 +320,7 @@ def test_recipes_inside_recipes_and_lists_of_recipes(models: Path, tmp_path: Pat
     assert merged(inside, tmp_path / "inside") == as_list == merged(recipe, tmp_path / "text")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"seed": 7}, {"out_dtype": "float32"}, {"threads": 1, "max_memory_bytes": 240 << 20}])
 def test_options_of_the_output_are_not_those_of_the_results_in_between(
     options: dict[str, Any], models: Path, tmp_path: Path
@@ -330,7 +333,7 @@ def test_options_of_the_output_are_not_those_of_the_results_in_between(
     assert merged(recipe, tmp_path / "out", **options) == by_hand
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_stack_of_results_and_modules_of_results(models: Path, tmp_path: Path) -> None:
     stack = "merge_method: passthrough\nslices:\n- sources: [{model: one, layer_range: [0, 3]}]\n"
     stack += "- sources: [{model: C, layer_range: [1, 3]}]\n- sources: [{model: one, layer_range: [2, 3]}]\n"
@@ -381,6 +384,7 @@ def test_a_format_is_that_of_the_output(models: Path, tmp_path: Path) -> None:
         assert written == by_hand(recipe, folder, quantize="fp8-dynamic")
 
 
+@pytest.mark.long
 def test_files_of_the_output_come_from_the_first_donor(models: Path, tmp_path: Path) -> None:
     for name in "ab":
         shutil.copytree(models / name, tmp_path / name)
@@ -393,6 +397,7 @@ def test_files_of_the_output_come_from_the_first_donor(models: Path, tmp_path: P
     assert ours == by
 
 
+@pytest.mark.long
 def test_a_constant_of_all_the_models_is_one_of_the_results(models: Path, tmp_path: Path) -> None:
     for seed, name in enumerate("ABC"):
         tensors = decoder(1, seed=seed)
@@ -404,7 +409,7 @@ def test_a_constant_of_all_the_models_is_one_of_the_results(models: Path, tmp_pa
     assert merged(recipe, tmp_path / "out") == by_hand(recipe, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_infinity_in_a_model_of_a_stage_is_an_error_that_names_it(models: Path, tmp_path: Path) -> None:
     tensors = decoder(3, seed=8)
     tensors["model.norm.weight"][1] = np.inf
@@ -455,7 +460,7 @@ def test_a_mixture_whose_merges_read_results(models: Path, tmp_path: Path) -> No
 # ---- what is said
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_plan_says_what_becomes_of_each_result(models: Path, tmp_path: Path, cli: Cli) -> None:
     two = SCOPED.replace("name: one", "name: two")
     (tmp_path / "r.yml").write_text(_at(models, f"{LINEAR}---\n{two}---\n{TIES.replace('model: B', 'model: two')}"))

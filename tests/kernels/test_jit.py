@@ -88,7 +88,7 @@ def files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @compiled
 def test_what_is_kept_of_a_kernel_is_one_file_for_each_signature(kept: Path) -> None:
     """Two processes that compile it at once, each for another one, would lose what they share."""

@@ -244,7 +244,7 @@ def test_too_many_patterns_are_reported_and_not_overrun() -> None:
 MODES = [KEEP_ALL, KEEP_LARGE, KEEP_RANDOM, KEEP_NONE]
 
 
-@pytest.mark.matrix("False-False", "True-True")
+@pytest.mark.matrix("True-True")
 @pytest.mark.slow
 @pytest.mark.parametrize("elect", [False, True])
 @pytest.mark.parametrize("normalize", [False, True])
@@ -324,7 +324,7 @@ def by_magnitude(row: np.ndarray) -> np.ndarray:
     return np.argsort(-np.abs(row.astype(np.float32)), kind="stable")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @given(stacks(1, 1), st.data())
 def test_ranks_of_a_row(stack: np.ndarray, data: st.DataObject) -> None:
     row = stack[0]
@@ -364,7 +364,7 @@ def test_ranks_by_counting(kind: str, n: int) -> None:
     np.testing.assert_array_equal(order[0][by_magnitude(row)], np.arange(n))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @given(stacks(1, 1), st.sampled_from([(0.5, 0.2, False), (0.7, 0.29, True), (0.3, 0.0, True)]))
 @settings(max_examples=30)
 def test_probability_by_rank(stack: np.ndarray, how: tuple[float, float, bool]) -> None:
@@ -399,8 +399,7 @@ def test_groups_of_neighbours_shared_out(stack: np.ndarray, keep: int, group: in
         np.testing.assert_array_equal(taken == 0, free)
 
 
-@pytest.mark.matrix("1")
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("elect", [ELECT_NONE, ELECT_SUM])
 @given(stack=stacks(2))
 @settings(max_examples=30)

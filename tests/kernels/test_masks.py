@@ -137,7 +137,7 @@ def test_what_is_kept_by_rank_is_what_the_ranks_say(dtype: Any, n: int) -> None:
             np.testing.assert_array_equal(got, np.where(kept, row, 0))
 
 
-@pytest.mark.matrix("BF16")
+@pytest.mark.long
 @pytest.mark.parametrize("stored", ["BF16", "F32"])
 def test_a_pair_elects_as_any_number_of_models_does(stored: str) -> None:
     """Two deltas in one loop, and the loops for any number of them: the same bytes."""
@@ -171,8 +171,7 @@ def test_a_pair_elects_as_any_number_of_models_does(stored: str) -> None:
                 assert outs[0].tobytes() == outs[1].tobytes()
 
 
-@pytest.mark.matrix("dare_ties")
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(bool(numba.core.config.DISABLE_JIT), reason="a minute each; the kernels of it have tests of their own")
 @pytest.mark.parametrize("method", ["dare_linear", "dare_ties", "della"])
 def test_masks_made_again_are_the_masks_remembered(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

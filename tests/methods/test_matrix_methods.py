@@ -577,6 +577,7 @@ def test_work_of_one_device_is_not_resumed_on_another(models: Path) -> None:
     assert weightsmith.merge(TSV, "out").resumed
 
 
+@pytest.mark.long
 def test_a_device_that_cannot_be_used_is_found_before_anything_is_read(models: Path) -> None:
     with pytest.raises(ParameterError, match="the device 'nothing' cannot be used"):
         weightsmith.merge(TSV, "out", device="nothing")

@@ -53,6 +53,7 @@ def test_della_unbiased_keeps_every_rank_on_average(tmp_path: Path) -> None:
     np.testing.assert_allclose(ratio, 1.0, atol=6 * 3 / np.sqrt(rows * 32))
 
 
+@pytest.mark.long
 def test_a_matrix_of_one_column_can_be_merged_by_rank(tmp_path: Path) -> None:
     """mergekit fails on tensors such as a depthwise convolution's (D, 1, K)."""
     arrays = mixed((64, 1), 1)

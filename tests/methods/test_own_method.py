@@ -89,6 +89,7 @@ def holding(method: object) -> dict[str, Any]:
     return {"merge_method": method, "base_model": "a", "models": [{"model": "b"}]}
 
 
+@pytest.mark.long
 def test_a_recipe_may_hold_the_function_itself(project: Path) -> None:
     weightsmith.merge(holding(mean), "out", progress=False)
     task = {"merge_method": "task_arithmetic", "base_model": "a", "models": [{"model": "b", "parameters": {"weight": 0.5}}]}
@@ -198,7 +199,7 @@ def test_an_unknown_method_still_has_its_nearest_name(project: Path) -> None:
         methods.get("./half.py:half")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_other_code_is_another_plan_and_its_hash_is_in_the_manifest(project: Path) -> None:
     before = weightsmith.plan("sub/half.yml", allow_code=True)
     assert weightsmith.plan("sub/half.yml", allow_code=True).hash == before.hash
@@ -225,7 +226,7 @@ def _linear_manifest(folder: Path) -> str:
     return (folder / "linear" / "weightsmith.json").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_command_line_needs_the_flag_too(project: Path, cli: Cli) -> None:
     ran = cli("merge", "sub/half.yml", "out")
     assert ran.code == 1
@@ -271,7 +272,7 @@ def test_installed_methods_are_listed_and_shown(package: Any, cli: Cli) -> None:
     assert "example" not in shown
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_schema_knows_installed_methods_and_their_parameters(package: Any, cli: Cli) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     validator = jsonschema.Draft202012Validator(json.loads(cli("schema").out))

@@ -42,6 +42,7 @@ def test_norm_match_gives_the_delta_the_norm_that_is_asked_for(norm: str, tmp_pa
     np.testing.assert_allclose(matched / np.linalg.norm(matched), plain / np.linalg.norm(plain), rtol=1e-6, atol=1e-12)
 
 
+@pytest.mark.long
 def test_norm_and_scale_in_bf16_are_within_an_ulp(tmp_path: Path) -> None:
     arrays = fine_tunes((200, 517), 2)
     exact = f64(arrays)[0] + 0.8 * merged_delta(tmp_path / "a", [a.astype(np.float64) for a in arrays], norm_match="max")
@@ -166,6 +167,7 @@ def spectra(arrays: list[np.ndarray], shape: tuple[int, ...], folder: Path, name
     return (got - f64(arrays)[0]).reshape(shape)
 
 
+@pytest.mark.long
 def test_the_spectrum_is_flattened_and_raised(tmp_path: Path) -> None:
     arrays = fine_tunes((60, 90), 2, np.float64)
     u, s, vt = np.linalg.svd(spectra(arrays, (60, 90), tmp_path / "a"), full_matrices=False)
@@ -176,6 +178,7 @@ def test_the_spectrum_is_flattened_and_raised(tmp_path: Path) -> None:
     np.testing.assert_allclose(raised, (u * np.maximum(s, star)) @ vt, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.long
 def test_calibration_follows_any_method_and_is_svc_after_task_arithmetic(tmp_path: Path) -> None:
     arrays = fine_tunes((60, 90), 2, np.float64)
     svc = run_method(

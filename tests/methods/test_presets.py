@@ -158,7 +158,7 @@ def test_an_adapter_is_baked_in(folder: Path, merged: Callable[[str], weightsmit
         np.testing.assert_allclose(got, exact.astype(ml_dtypes.bfloat16).astype(np.float64), rtol=2**-7, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_warp_s_slerp_is_of_task_vectors(folder: Path, merged: Callable[[str], weightsmith.Merged]) -> None:
     sft, one, two = (read(folder / "models" / name) for name in ("sft", "policy-1", "policy-2"))
     for tensor, got in read(merged("warp-slerp").out).items():

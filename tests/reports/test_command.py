@@ -82,7 +82,7 @@ def test_a_failure_shows_what_the_command_said(name: str) -> None:
     assert detail in str(error.value)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_command_that_takes_too_long_ends_with_what_it_started(tmp_path: Path) -> None:
     text = "sleep 1000 & echo $! > pid; echo begun; wait; : {model}"
     with pytest.raises(CommandFailed, match="took longer than 3 s") as error:

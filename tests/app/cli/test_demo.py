@@ -74,7 +74,7 @@ def test_a_folder_with_blanks_and_json(cli: Cli, tmp_path: Path, monkeypatch: py
     assert cli("plan", "a b/recipe.yml").code == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
 def test_a_demo_that_fails_leaves_nothing_behind(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException

@@ -58,7 +58,7 @@ def test_what_counts_as_heavy_is_seen_when_it_is_loaded() -> None:
     assert "'numpy'" in ran.err.splitlines()[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_module_runs_like_the_command_and_knows_its_version() -> None:
     ran = run_process("--version")
     assert (ran.code, ran.out) == (0, f"weightsmith {weightsmith.__version__}\n")
@@ -169,6 +169,7 @@ def test_help_is_a_command_too(cli: Cli) -> None:
     assert "there is no command 'mrege' (did you mean 'merge'?)" in ran.err
 
 
+@pytest.mark.long
 def test_the_short_flags_for_version_and_traceback(cli: Cli, tmp_path: Path) -> None:
     assert cli("-V").out == cli("--version").out
     (tmp_path / "r.yml").write_text("merge_method: linear\n")

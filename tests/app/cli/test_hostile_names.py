@@ -155,7 +155,7 @@ def test_no_answer_of_the_hub_forges_a_line(status: int, work: Path, cli: Cli) -
     assert shown or status != 400  # whose words are shown
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_no_string_of_a_gguf_file_forges_a_line(work: Path, cli: Cli) -> None:
     sizes = {"block_count": 1, "context_length": 8, "embedding_length": 32, "feed_forward_length": 8}
     sizes |= {"attention.head_count": 2, "attention.head_count_kv": 1, "rope.dimension_count": 16}
@@ -256,7 +256,7 @@ def test_mixtures_and_adapters_that_succeed_forge_no_line(real: Path, cli: Cli) 
             trying(*args, *flags)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_names_of_outputs_and_plans_forge_no_line(bad: Path, cli: Cli) -> None:
     """Folders whose names are hostile: what is made there, verified, left unfinished, and removed."""
     name = "out" + HOSTILE.replace("/", "_")[:40]

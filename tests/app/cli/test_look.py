@@ -43,7 +43,7 @@ def test_one_model_is_not_a_difference(folder: Path, cli: Cli) -> None:
     assert "diff needs two models, but got 1" in ran.err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_inspection_in_tables_of_eighty_columns_and_as_json(folder: Path, cli: Cli) -> None:
     ran = cli("inspect", "base")
     assert ran.code == 0
@@ -62,7 +62,7 @@ def test_a_glob_without_a_match_is_an_error(folder: Path, cli: Cli) -> None:
     assert "no tensor matches '*.mpl.*'" in ran.err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_report_is_written_beside_the_answer(folder: Path, cli: Cli) -> None:
     ran = cli("diff", "base", "b", "--quiet", "--json", "--report", "r.html")
     assert json.loads(ran.out)["b"] == "b"
@@ -79,7 +79,7 @@ def test_a_file_that_is_no_report_is_found_before_the_models_are_read(folder: Pa
     assert (folder / "thesis.html").read_text() == "mine"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_preview_in_tables_of_eighty_columns_and_as_json(folder: Path, cli: Cli) -> None:
     models = "\n".join(f"  - model: {name}\n    parameters: {{weight: 0.5}}" for name in ("b", "base"))
     (folder / "sum.yml").write_text(f"merge_method: task_arithmetic\nbase_model: base\nmodels:\n{models}\n")

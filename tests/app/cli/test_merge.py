@@ -62,6 +62,7 @@ def test_quiet_still_prints_warnings_in_full(cli: Cli, work: Path) -> None:
     assert "\n    9 | parameters: {int8_mask: true}\n      |              ^^^^^^^^^\n" in ran.err
 
 
+@pytest.mark.long
 def test_the_options_reach_the_merge(cli: Cli, work: Path) -> None:
     assert cli("merge", "linear.yml", "out", "--max-shard-size", "100", "--out-dtype", "bfloat16", "--no-card",
                "--threads", "1", "--max-memory", "500MB", "--no-fsync").code == 0  # fmt: skip
@@ -276,6 +277,7 @@ def test_ctrl_c_before_anything_was_made_says_that_nothing_is_left(
     assert "Interrupted. No unfinished work was left." in ran.err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("start", ["sys.exit(cli.main())", "runpy.run_module('weightsmith', run_name='__main__')"])
 def test_ctrl_c_ends_with_130_even_if_a_library_aborts_at_the_end(tmp_path: Path, start: str) -> None:
     """The installed script, and `python -m weightsmith`: what is printed is seen, and temporary folders are removed."""
@@ -297,6 +299,7 @@ def test_ctrl_c_ends_with_130_even_if_a_library_aborts_at_the_end(tmp_path: Path
     assert [*tmp_path.iterdir()] == [program]
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_no_program_that_calls_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "caller.py").write_text("from weightsmith._app import cli\ndef call():\n    cli.main()\n")
     (tmp_path / "program.py").write_text(

@@ -105,7 +105,7 @@ def test_the_passes_for_statistics_count_as_reading(cli: Cli, work: Path) -> Non
     assert summary["read_bytes_at_most"] == summary["input_bytes"] == 2 * summary["bytes"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_is_predicted_to_be_read_is_read(cli: Cli, work: Path) -> None:
     (work / "ties.yml").write_text(TIES)
     predicted = json.loads(cli("plan", "ties.yml", "--json").out)["summary"]
@@ -139,7 +139,7 @@ def test_explain_of_a_tensor_that_is_not_there_names_the_nearest_one(cli: Cli, w
     assert ran.out == ""
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_long_names_are_neither_cut_nor_wrapped_in_a_pipe(tmp_path: Path) -> None:
     name = "model.layers.0." + "very_long_part." * 20 + "weight"
     for model in "ab":

@@ -211,7 +211,7 @@ RECIPES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("command", ["merge", "plan", "preview", "moe"])
 def test_a_recipe_with_a_secret_is_refused(command: str, marked: Path, cli: Cli) -> None:
     looking = Looking(cli, marked)

@@ -114,14 +114,14 @@ def studio(root: Path) -> Iterator[Studio]:
         yield served
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
     ran = run_process("studio", tmp_path / "none")
     assert ran.code == 1
     assert "no such folder" in ran.err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_server_gives_away_no_file(studio: Studio, root: Path) -> None:
     address = studio.address
     for path in (

@@ -151,6 +151,7 @@ def test_a_restart_returns_to_the_recipe_and_the_runs(root: Path, session: Sessi
         again.close()
 
 
+@pytest.mark.long
 def test_a_disk_that_is_full_loses_no_edit(root: Path, session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     write(session, recipe(root))
     with monkeypatch.context() as full:
@@ -202,6 +203,7 @@ def test_an_adapter_is_added_on_its_base(root: Path, session: Session) -> None:
 # ---- what follows from it
 
 
+@pytest.mark.long
 def test_problems_have_their_lines_and_a_correct_recipe_its_costs(root: Path, session: Session) -> None:
     notes = followed(session, "notes", write(session, recipe(root).replace("density: 0.5", "densty: 0.5", 1)))
     assert notes["marks"] == [[5, "error"]]
@@ -464,6 +466,7 @@ def test_an_empty_recipe_asks_for_models(session: Session) -> None:
 # ---- an example
 
 
+@pytest.mark.long
 def test_the_demos_models_are_an_example(session: Session) -> None:
     session.example()
     draft = session.board.get("document")["draft"]
@@ -491,6 +494,7 @@ def test_another_folder_of_that_name_stays(session: Session) -> None:
 # ---- a studio that is killed
 
 
+@pytest.mark.long
 def test_what_was_interrupted_is_said_by_the_next_studio(root: Path, session: Session) -> None:
     killed = KeptRuns(session.places.out)
     killed.save(recipe(root))

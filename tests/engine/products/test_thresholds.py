@@ -148,6 +148,7 @@ def test_the_plan_says_what_the_survey_reads(method: str, parameters: str, share
     assert summary.read_bytes >= (1 + surveys) * summary.input_bytes
 
 
+@pytest.mark.long
 def test_a_model_that_feeds_a_step_twice_counts_twice(tmp_path: Path) -> None:
     """Layers 0 and 1 of one fine-tune merged into one layer: both deltas are ranked, together."""
     rng = np.random.default_rng(0)

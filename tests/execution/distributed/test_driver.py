@@ -113,7 +113,7 @@ def test_a_part_of_a_lost_worker_is_done_again_and_keeps_what_was_finished(here:
     assert files(here / "out") == files(here / "whole")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_workers_that_are_lost_again_and_again_are_an_error(here: Path) -> None:
     def before(share: Share) -> None:
         if share.part is not None and share.part[0] == 2:
@@ -153,7 +153,7 @@ def test_a_part_whose_lock_a_lost_worker_still_holds_waits_for_it(here: Path, mo
     assert files(here / "out") == files(here / "whole")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_lock_that_stays_is_an_error(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "BUSY_SECONDS", 0.5)
 
@@ -279,7 +279,7 @@ def test_ctrl_c_ends_the_workers_and_leaves_work_that_resumes_in_one_process(her
     assert files(here / "out") == files(here / "whole")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_progress_counts_each_tensor_once_and_ends_full(here: Path) -> None:
     seen: list[weightsmith.Progress] = []
     began = time.monotonic()
@@ -373,7 +373,7 @@ def test_a_part_is_a_set_of_whole_files(here: Path) -> None:
     assert all(files_of)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_file_has_one_worker_and_the_others_are_said_to_have_no_work(here: Path) -> None:
     workers = Threads(3)
     with prepare_any(TIES, RecipeOptions(), QuantizeSettings()) as prepared:

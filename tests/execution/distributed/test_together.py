@@ -373,6 +373,7 @@ def test_a_lock_that_is_something_else_is_one_error(here: Path, name: str, what:
     assert not (lock.parent / "elsewhere").exists()
 
 
+@pytest.mark.long
 def test_a_part_that_another_user_began_says_what_to_do(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = weightsmith.plan(MODEL_WIDE, max_shard_bytes=SHARD)
     weightsmith.run(plan, "out", part=(1, 2), threads=1, progress=False)

@@ -277,6 +277,7 @@ def test_peft_computes_the_same_after_both_ways(models: Any, tmp_path: Path) -> 
     assert np.abs(logits_of(again, tokens) - expected).max() < 1e-4 * np.abs(expected).max()
 
 
+@pytest.mark.long
 def test_a_file_of_ours_needs_no_base(models: Any, tmp_path: Path) -> None:
     """It has the number of heads, and the name of the base."""
     theirs = of_llama_cpp(tmp_path / "a", THEIRS)
@@ -295,6 +296,7 @@ def test_a_file_of_ours_needs_no_base(models: Any, tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.long
 def test_experts_that_are_named_become_one_tensor(tmp_path: Path) -> None:
     model = zoo.save("mixtral", tmp_path / "m", 1, dtype="float32", **SIZES)
     shapes = {"w1": (48, 32), "w2": (32, 48), "w3": (48, 32)}
@@ -478,6 +480,7 @@ def test_a_gguf_adapter_is_no_model(tmp_path: Path) -> None:
     assert weightsmith.inspect(path).elements == sum(values.size for values in THEIRS.values())
 
 
+@pytest.mark.long
 def test_damaged_files_raise_errors_of_ours(tmp_path: Path) -> None:
     data = of_llama_cpp(tmp_path, THEIRS).read_bytes()
     rng = np.random.default_rng(0)
@@ -493,6 +496,7 @@ def test_damaged_files_raise_errors_of_ours(tmp_path: Path) -> None:
             pass
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["deepseek-v2", "dots1", "ernie4-5-moe", "glm4-moe", "mixtral"])
 def test_experts_are_counted_as_their_models_do(name: str, tmp_path: Path) -> None:
     """Factors of one expert are float32, of the others bfloat16: one tensor holds all."""
@@ -536,7 +540,7 @@ OF_MLX: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", OF_MLX)
 def test_peft_loads_an_adapter_of_mlx_by_the_names_of_the_base(name: str, models: Any, tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def extract(*args: Any, **options: Any) -> weightsmith.Merged:
 # ---- what comes out goes back in
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("spread", [True, False])
 def test_an_adapter_is_recovered_from_the_model_that_it_was_merged_into(spread: bool, tmp_path: Path) -> None:
     model, lora = base(tmp_path / "base", np.float32), adapter(tmp_path / "a", factors(Q, H, H) | factors(DOWN, H, INNER))
@@ -98,7 +98,7 @@ def test_an_adapter_is_recovered_from_the_model_that_it_was_merged_into(spread: 
     assert {m["module"]: m["rank"] for m in report.to_json()["modules"] if m["rank"]} == {Q: 4, DOWN: 4}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_all_ranks_give_the_bytes_of_the_fine_tune(tmp_path: Path) -> None:
     weights = [n for n, a in base_tensors().items() if a.ndim == 2 and "layers" in n]
     changes = {n: 0.05 * normal(*base_tensors()[n].shape, seed=3) for n in weights}
@@ -113,7 +113,7 @@ def test_all_ranks_give_the_bytes_of_the_fine_tune(tmp_path: Path) -> None:
             assert actual[name].tobytes() == checkpoint.read(name).tobytes(), name
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_that_differ_and_modules_that_do_not_are_in_the_config(tmp_path: Path) -> None:
     changes = {f"{Q}.weight": normal(H, 1) @ normal(1, H), f"{DOWN}.weight": normal(H, 3) @ normal(3, INNER)}
     other = Q.replace("layers.0", "layers.1")
@@ -310,7 +310,7 @@ def test_which_modules_are_in_the_adapter(
     assert chosen(tmp_path, **options) == (with_factors, whole)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_is_left_out_is_a_warning(tmp_path: Path) -> None:
     changes = {f"{Q}.weight": normal(H, H), "model.norm.weight": normal(H), "lm_head.weight": normal(TOKENS, H)}
     model, fine = base(tmp_path / "base"), tuned(tmp_path / "fine", changes)
@@ -337,7 +337,7 @@ def test_a_tied_embedding_that_differs_is_saved_as_embedding_and_head(tmp_path: 
         assert any("lora_embedding_A" in name for name in tensors_of(extraction.out)) == embed_lora
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_more_tokens_are_saved_whole_with_the_tokenizer(tmp_path: Path) -> None:
     tensors = {n: a.astype(BF16) for n, a in base_tensors().items()}
     for name in ENDS:
@@ -447,7 +447,7 @@ def test_a_wrong_base_is_one_error(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_models_that_are_equal_or_differ_where_no_factors_are_give_no_adapter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -495,7 +495,7 @@ def test_settings_that_cannot_be(options: dict[str, Any], words: str, tmp_path: 
     assert words.lower() in str(refusal(model, model, tmp_path / "out", **options)).lower()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_budget_that_is_too_small_names_the_least(tmp_path: Path) -> None:
     model, fine = base(tmp_path / "base"), tuned(tmp_path / "fine", {f"{Q}.weight": normal(H, H)})
     assert "must be at least 48, which the smallest factors take, not 40" in str(
@@ -559,7 +559,7 @@ def test_a_plan_runs_from_its_json_and_is_checked(tmp_path: Path, cli: Cli) -> N
             weightsmith.run(plan_from_json(broken), tmp_path / "c", progress=False, fsync=False)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_command(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     base(tmp_path / "base")
     (tmp_path / "base/README.md").write_text("---\nlicense: mit\nbase_model: org/first\n---\n")

@@ -171,7 +171,7 @@ def test_knots_merges_the_right_singular_vectors_of_all_side_by_side(adapters: t
     assert config_of(out)["r"] == 6
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compressed_adapters_keep_what_the_shared_bases_hold(adapters: tuple[Path, Path], tmp_path: Path) -> None:
     out = merge(both(adapters), tmp_path / "out", adapter_space="compressed", adapter_rank=3)
     u, v, deltas = cores_of(adapters)
@@ -230,6 +230,7 @@ def test_peft_s_combinations_are_what_peft_computes(tmp_path: Path) -> None:
             assert f"peft_{name}" in (out / "README.md").read_text()
 
 
+@pytest.mark.long
 def test_random_combinations_keep_the_mean_and_are_the_same_again(adapters: tuple[Path, Path], tmp_path: Path) -> None:
     what = recipe((adapters[0], adapter(tmp_path / "c", factors(Q, H, H, 4, seed=7))), "peft_dare_linear_svd", density=0.5)
     one, two, other = (
@@ -240,7 +241,7 @@ def test_random_combinations_keep_the_mean_and_are_the_same_again(adapters: tupl
     assert any(a.tobytes() != other[n].tobytes() for n, a in one.items())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_peft_adds_the_same_and_loads_every_tensor(tmp_path: Path) -> None:
     peft, transformers = (pytest.importorskip(n) for n in ("peft", "transformers"))
@@ -290,6 +291,7 @@ def test_embeddings_are_merged_too(tmp_path: Path) -> None:
     np.testing.assert_allclose(tensors[names[1]] @ tensors[names[0]], want, atol=1e-4)
 
 
+@pytest.mark.long
 def test_what_cannot_be_merged(adapters: tuple[Path, Path], tmp_path: Path) -> None:
     model = base(tmp_path / "base")
     other = adapter(tmp_path / "other", base_model_name_or_path="org/other")

@@ -83,7 +83,7 @@ def test_a_sum_of_factors_of_fused_experts_is_exact(swapped: bool, second: list[
     assert_same(applied(model, again, tmp_path / "in again"), applied(model, out, tmp_path / "in 2"), 1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("space", ["core", "knots", "compressed"])
 def test_experts_are_merged_one_by_one(space: str, tmp_path: Path) -> None:
     """As adapters are that name each expert: by the same method, in the same space."""
@@ -99,6 +99,7 @@ def test_experts_are_merged_one_by_one(space: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(weights[name], want[name], atol=2e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("versions", [("0.21.2", "0.20.0"), ("0.21.2", "0.18.1"), (None, "0.20.0")])
 def test_a_b_that_is_grouped_by_expert_is_merged_with_one_that_is_not(versions: tuple[Any, Any], tmp_path: Path) -> None:
     """The result has PEFT's order. It says whose layout of inputs and outputs it has, if that is one."""
@@ -115,6 +116,7 @@ def test_a_b_that_is_grouped_by_expert_is_merged_with_one_that_is_not(versions: 
     assert config_of(out).get("peft_version") == (versions[0] if versions == ("0.21.2", "0.20.0") else None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("swapped", [False, True], ids=["modern", "legacy"])
 def test_experts_without_gates_are_merged_and_applied(swapped: bool, tmp_path: Path) -> None:
     """Up and down are each other's transpose, so the result has to say which layout it has."""
@@ -165,6 +167,7 @@ def one_by_one(lora: Path, folder: Path) -> Path:
     return adapter(folder, single_factors, r=rank, lora_alpha=config["lora_alpha"], target_modules=["down_proj"])
 
 
+@pytest.mark.long
 def test_experts_by_name_get_one_rank(tmp_path: Path) -> None:
     """One adapter trained two experts, the other all: PEFT stacks them, and needs one rank."""
     shapes = {f"{EXPERTS}.{e}.down_proj": (H, 10) for e in range(E)}
@@ -196,6 +199,7 @@ def with_whole(folder: Path, seed: int, names: tuple[str, ...] = (HEAD, NORM), r
     return adapter(folder, factors(Q, H, H, rank, seed=seed) | tensors, r=rank, modules_to_save=saved)
 
 
+@pytest.mark.long
 def test_tensors_saved_whole_are_merged_as_those_of_models(tmp_path: Path) -> None:
     pair = with_whole(tmp_path / "one", 1), with_whole(tmp_path / "two", 2, rank=2)
     out = merge(recipe(pair, "linear", (0.7, 0.3)), tmp_path / "out")
@@ -210,7 +214,7 @@ def test_tensors_saved_whole_are_merged_as_those_of_models(tmp_path: Path) -> No
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["task_arithmetic", "ties"])
 def test_what_an_adapter_does_not_save_is_the_base_s(method: str, tmp_path: Path) -> None:
     model = base(tmp_path / "base", np.float32)
@@ -298,6 +302,7 @@ def test_a_sum_of_doras_is_a_dora(space: str, tmp_path: Path) -> None:
     assert {n: as_bytes(a) for n, a in tensors_of(one).items()} == {n: as_bytes(a) for n, a in tensors_of(two).items()}
 
 
+@pytest.mark.long
 def test_a_smaller_rank_of_doras_keeps_the_norms_of_what_is_left(tmp_path: Path) -> None:
     """The rows of the result have the norms that the adapter names, whatever was cut off."""
     model = base(tmp_path / "base", np.float32)
@@ -368,7 +373,7 @@ UNSLOTH: dict[str, Any] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_adapters_of_different_trainers_are_merged(tmp_path: Path) -> None:
     """Unsloth's settings, and names as FSDP and torch.compile leave them: the same bytes as of plain adapters."""
     one, two = factors(Q, H, H), factors(Q, H, H, seed=5) | factors(DOWN, H, INNER, seed=7)
@@ -412,7 +417,7 @@ def kinds(folder: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["experts", "DoRA", "whole"])
 def test_a_plan_of_any_kind_runs_from_its_json(kind: str, tmp_path: Path) -> None:
     what = kinds(tmp_path)[kind]

@@ -415,7 +415,7 @@ def _of_family(path: Path, family: Family, *, flat: bool) -> dict[str, np.ndarra
     return {dotted: by_module[name] for name, dotted in written.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.title)
 def test_families_get_the_names_that_diffusers_gives_their_weights(family: Family, flat: bool, tmp_path: Path) -> None:

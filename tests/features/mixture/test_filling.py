@@ -160,7 +160,7 @@ def test_an_error_of_a_later_run_keeps_what_an_earlier_one_copied(
     assert moe(recipe, tmp_path / "out").resumed
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("damaged", [False, True])
 def test_router_weights_are_not_computed_twice(
     damaged: bool, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -231,7 +231,7 @@ def made_router(recipe: dict[str, Any], **options: Any) -> tuple[dict[str, np.nd
         return arrays, find_kind("router").report(product, list(arrays.values()))  # type: ignore[return-value]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rows_reach_the_plan_and_a_scale_scales_them(models: Path) -> None:
     def rows(**options: Any) -> np.ndarray:
         arrays, report = made_router(recipe_of(models, told(0, 1), dtype="float32", **options))
@@ -242,7 +242,7 @@ def test_rows_reach_the_plan_and_a_scale_scales_them(models: Path) -> None:
     np.testing.assert_allclose(rows(router_scale=3), 3 * rows(), rtol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_shared_expert_has_prompts_of_its_own_or_none(models: Path) -> None:
     def gate(**keys: Any) -> np.ndarray:
         shared = [{"source_model": str(models / "a"), **keys}]
@@ -352,7 +352,7 @@ def test_leniently_rows_of_zeros_are_written_with_a_warning(models: Path, tmp_pa
             assert not out.read(router).astype("f4").any()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_empty_prompt_is_the_bos_token_as_in_mergekit(models: Path, tmp_path: Path) -> None:
     experts = [{"positive_prompts": [""]}, *told(1)]
     mixture = weightsmith.moe(recipe_of(models, experts, gate_mode="hidden"), tmp_path / "out", fsync=False)

@@ -106,7 +106,7 @@ def headers(folder: Path) -> dict[str, list[int]]:
 # ---- experts that differ
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("layout", NATIVE, ids=lambda layout: layout.name)
 def test_every_expert_is_in_its_place(layout: ExpertLayout, models: Models, tmp_path: Path) -> None:
     """The matrices of each expert, and of the shared one, as transformers has them in memory."""
@@ -254,7 +254,7 @@ def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
         return {name: file.get_tensor(name).float() for name in file.keys()}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_olmoe_of_a_model_with_its_norms(models: Models, tmp_path: Path) -> None:
     """Its one-expert form, written as a dense model of a type that nobody knows."""
     arguments = {**DENSE["llama"][1], "num_experts": 1, "num_experts_per_tok": 1, "norm_topk_prob": True, "clip_qkv": 0.5}
@@ -342,7 +342,7 @@ def test_other_config_of_the_same_model(layout: str, name: str, edit: Any, model
     assert_equal(logits(tmp_path / "out"), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_keys_that_the_dense_class_does_not_read(models: Models, tmp_path: Path) -> None:
     """A Llama with a sliding window of five has none; the Mixtral of it would have."""
 

@@ -181,6 +181,7 @@ def test_dtype_is_that_of_every_tensor(models: dict[str, Path], tmp_path: Path) 
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
 
 
+@pytest.mark.long
 def test_a_merge_in_the_place_of_the_base_is_that_merge(models: dict[str, Path], tmp_path: Path) -> None:
     """The tensors that are no experts' are what the merge alone writes, random masks included."""
     merge = {
@@ -264,7 +265,7 @@ def test_plan_takes_recipes_of_mixtures_too(models: dict[str, Path]) -> None:
     assert (planned.provenance.name, planned.seed) == ("moe", 5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_random_gates_follow_the_seed(models: dict[str, Path], tmp_path: Path) -> None:
     for mode in ("random", "uniform_random"):
         rows = []

@@ -58,7 +58,7 @@ def test_the_picture_is_xml_with_a_cell_for_each_layer_and_expert_and_names_do_n
     assert len({c.get("fill") for c in cells}) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_output_has_the_report_and_it_is_of_the_mixture_s_own_router(models: Path, tmp_path: Path) -> None:
     """In layer 0 the mixture's router, run by transformers, sends tokens where the report says."""
     recipe = recipe_of(models, told(0, 1, 2))

@@ -223,7 +223,7 @@ def test_the_deviation_is_that_of_the_replaced_elements_alone(tmp_path: Path) ->
 # ---- whatever the layout and the donor's form
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("changes", [{"noise_scale": 0.1, "noise_fraction": 0.5, "residual_scale": 2}, {"drop_fraction": 0.5}])
 @pytest.mark.parametrize("groups", [1, 4])
 def test_fused_donors_and_fused_layouts_hold_the_same_numbers(changes: dict[str, Any], groups: int, tmp_path: Path) -> None:

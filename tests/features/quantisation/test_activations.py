@@ -127,7 +127,7 @@ def test_scales_are_those_of_what_transformers_modules_see(name: str, tmp_path: 
                 assert_nearest(stored[f"model.layers.{layer}.self_attn.{part}_scale"], largest)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_weights_that_engines_join_have_one_scale(llama: Path, tmp_path: Path) -> None:
     tensors = tensors_of(quantise(llama, tmp_path / "o", given_for(tmp_path), name="fp8-static").out)
     plain = tensors_of(llama)
@@ -207,7 +207,7 @@ def test_transformers_multiplies_what_the_scales_say(name: str, format: str, tmp
 # ---- the same bytes
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("kv_cache", ["", "fp8"])
 def test_a_layer_runs_once_for_its_scales_and_the_next_layer(
     kv_cache: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -59,7 +59,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("models") / "llama")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_each_layer_is_quantised_for_what_leaves_the_quantised_ones(llama: Path, tmp_path: Path) -> None:
     """States that leave a layer are those of its quantised weights, and they are removed when nothing needs them any more."""
     quantize_settings = settings(tmp_path)
@@ -268,7 +268,7 @@ def test_statistics_of_other_users_are_no_part_of_a_measurement(llama: Path, tmp
     assert (draft.products, draft.then) == (list(others), None)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_features_of_a_down_projection_beside_biases_stay_in_order(tmp_path: Path) -> None:
     out = quantise(save_model(tmp_path / "m", "biased"), tmp_path / "out", settings(tmp_path)).out
     with open_checkpoint(out, raw=True) as stored:
@@ -528,6 +528,7 @@ def test_a_plan_from_elsewhere_is_checked(change: Any, words: str, llama: Path, 
         weightsmith.run(plan_from_json(plan), tmp_path / "out", progress=False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "change",
     [lambda weights: weights.popitem(), lambda weights: weights.update(dict.fromkeys(weights, "w4a16-g32"))],
@@ -577,7 +578,7 @@ def test_the_products_of_a_measurement_are_those_of_its_plan(products: object, l
             FOLLOW_UP.follow(prepared.with_plan(wrong), {}, None, None)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_activation_that_is_not_finite_is_one_error(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -592,7 +593,7 @@ def test_an_activation_that_is_not_finite_is_one_error(tmp_path: Path) -> None:
     assert staging_folder(tmp_path / "out").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "message"),
     [

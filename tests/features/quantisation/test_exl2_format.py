@@ -86,7 +86,7 @@ def config_of(folder: str | Path) -> dict[str, Any]:
     return config
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_is_quantised_and_dequantised(model: Path, cli: Cli) -> None:
     ran = cli("quantize", "m", "q", "--format", "exl2", "--bits", "4.5", "--calibration", "none", "--quiet")
     assert ran.code == 0
@@ -392,7 +392,7 @@ def test_mixtures_of_experts(style: str, tmp_path: Path) -> None:
     assert len({stored[f"model.layers.1.{module}.experts.{e}.{names[0]}.q_groups"].tobytes() for e in range(2)}) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_gemma3_gets_the_names_that_exllamav2_knows(tmp_path: Path) -> None:
     config = {**LLAMA, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "num_hidden_layers": 3}
     config["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -440,7 +440,7 @@ def test_a_measurement_chooses(model: Path) -> None:
 # ---- a target size
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("head_bits", [4, 16])
 @pytest.mark.parametrize("nbytes", [145_000, 190_000, 10**9])
 def test_the_files_have_the_size_that_is_asked_for(nbytes: int, head_bits: int, tmp_path: Path) -> None:

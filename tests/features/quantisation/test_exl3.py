@@ -145,8 +145,7 @@ BOUND = {rate.halves: 2.0 ** (-2 * rate.bits) for rate in RATES}
 """Below this no code of so many bits can get, with normally distributed numbers."""
 
 
-@pytest.mark.matrix("2-*", "4-*")
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("bits", "most"), [(1, 1.12), (2, 1.13), (2.5, 1.13), (3, 1.14), (4, 1.2), (5, 1.24), (6, 1.32)])
 def test_the_error_is_close_to_the_least_that_is_possible(bits: float, most: float) -> None:
     """64 tiles; their errors have a standard deviation of 1%. The best scalar code has 1.5 to 2.5 times the bound."""
@@ -179,6 +178,7 @@ def best_path(weights: np.ndarray, rate: Rate, start: int) -> float:
     return float(costs[start])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bits", [2, 2.5, 4])
 def test_the_path_is_the_best_with_its_overlap(bits: float) -> None:
     """Against another search, with exact costs. Only rounding to units separates them."""
@@ -192,6 +192,7 @@ def test_the_path_is_the_best_with_its_overlap(bits: float) -> None:
     assert 1 - 1e-9 <= np.square(weights - chosen).sum() / least < 1.015
 
 
+@pytest.mark.long
 def test_a_number_beyond_all_values_gets_a_large_one() -> None:
     for rate in (Rate(4), Rate(8), Rate(16)):
         rows = np.random.default_rng(6).standard_normal((16, 64)) * SEARCH[rate].gain
@@ -243,6 +244,7 @@ def test_the_inputs_of_a_layer_make_its_outputs_better() -> None:
     assert better < 0.6 * plain
 
 
+@pytest.mark.long
 def test_the_factor_is_that_of_the_rotated_hessian() -> None:
     """H = L D Lᵀ, with ones in L on the diagonal, and D in blocks of 16."""
     hessian, scales = inputs_of(128), find_scales(weight_of(128, 128), Rate(8)).inputs

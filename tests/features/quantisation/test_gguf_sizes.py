@@ -63,7 +63,7 @@ def test_all_that_fits_is_chosen_and_types_that_are_asked_for_stay(tmp_path: Pat
     assert {types["token_embd.weight"], types["output.weight"]} == {"Q8_0"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_an_error_is_depends_on_the_importances() -> None:
     rng = np.random.default_rng(0)
     weight, inputs = rng.standard_normal((64, 256)).astype(np.float32), rng.standard_normal((500, 256)).astype(np.float32)

@@ -63,6 +63,7 @@ def test_importances_are_mean_squares_of_what_enters_a_layer(tmp_path: Path) -> 
         assert (importances[f"blk.{i}.attn_v.weight"] == importances[f"blk.{i}.attn_q.weight"]).all()
 
 
+@pytest.mark.long
 def test_each_expert_has_importances_of_the_tokens_that_reach_it(tmp_path: Path) -> None:
     model, quantize_settings = save_model(tmp_path / "m", "mixtral"), given_for(tmp_path)
     out = quantise(model, tmp_path / "out", quantize_settings, name="gguf-q4_k_m").out
@@ -77,6 +78,7 @@ def test_each_expert_has_importances_of_the_tokens_that_reach_it(tmp_path: Path)
         np.testing.assert_allclose(importances[expert], expected, rtol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "phi3", "mixtral"])
 def test_a_calibration_has_the_bytes_of_its_importance_matrix_read_from_a_file(name: str, tmp_path: Path) -> None:
     model, quantize_settings = save_model(tmp_path / "m", name), given_for(tmp_path)

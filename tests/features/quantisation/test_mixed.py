@@ -71,6 +71,7 @@ def test_each_weight_is_stored_as_its_type_says(model: Path, tmp_path: Path) -> 
     assert "Linear" not in [target for group in stored["config_groups"].values() for target in group["targets"]]
 
 
+@pytest.mark.long
 def test_a_mixture_is_read_as_its_parts_are(model: Path, tmp_path: Path) -> None:
     quantise(model, tmp_path / "q", "nvfp4a16", *TYPES)
     whole = {"plain": read(model)}
@@ -109,6 +110,7 @@ def test_types_that_cannot_be_are_refused(name: str, types: list[str], message: 
     assert not (tmp_path / "q").exists()
 
 
+@pytest.mark.long
 def test_parts_of_a_joined_matrix_in_two_formats_are_a_warning_or_an_error(model: Path, tmp_path: Path) -> None:
     types = ("q_proj=fp8-dynamic", "up_proj=plain")
     done = quantise(model, tmp_path / "q", "w4a16", *types)
@@ -210,6 +212,7 @@ def test_weights_that_no_group_divides_have_a_scale_for_each_row(bits: int, odd:
         assert not np.array_equal(decoded[tensor], values)
 
 
+@pytest.mark.long
 def test_a_group_size_or_a_type_says_otherwise(tmp_path: Path) -> None:
     source = write_narrow(tmp_path / "m")
     done = quantise(source, tmp_path / "size", "w4a16", group_size=64)
@@ -294,6 +297,7 @@ def test_the_head_is_in_a_group_of_all_weights_too(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read(source)["lm_head.weight"], read(tmp_path / "all")["lm_head.weight"])
 
 
+@pytest.mark.long
 def test_heads_that_cannot_be_quantised_are_refused(tmp_path: Path) -> None:
     tied = write_transformer(tmp_path / "tied", "Llama", tie_word_embeddings=True)
     with pytest.raises(PlanError, match="the head is tied to the embedding"):
@@ -349,6 +353,7 @@ def test_vllm_and_compressed_tensors_decode_an_embedding_that_is_asked_for(
     assert not np.array_equal(read(source)["model.embed_tokens.weight"], ours)
 
 
+@pytest.mark.long
 def test_embeddings_that_cannot_be_quantised_are_refused(tmp_path: Path) -> None:
     tied = write_transformer(tmp_path / "tied", "Llama", tie_word_embeddings=True)
     with pytest.raises(PlanError, match="the head is tied to the embedding"):
@@ -665,6 +670,7 @@ HOMES = (
 """The layers of each model in transformers, and in vLLM and SGLang. vLLM renames Qwen2.5-Omni's (`hf_to_vllm_mapper`)."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("write", "home"), HOMES)
 def test_a_layer_of_a_decoder_beside_a_tower_is_known_where_engines_have_it(
     write: Callable[[Path], Path], home: str, tmp_path: Path

@@ -65,6 +65,7 @@ def test_names_as_newer_versions_of_transformers_write_them(name: str) -> None:
     assert mmproj.described(quantize("n", "q", "f16"))["tensors"].keys() == GOLDEN[name]["f16"]["tensors"].keys()
 
 
+@pytest.mark.long
 def test_the_language_model_is_the_same_without_it() -> None:
     vision_zoo.save("gemma3", Path("m"))
     quantize("m", "with")
@@ -137,6 +138,7 @@ def test_in_parts_and_in_another_process(name: str) -> None:
         assert Path("parts", file).read_bytes() == (whole.parent / file).read_bytes()
 
 
+@pytest.mark.long
 def test_a_split_model_has_one_file_for_images() -> None:
     vision_zoo.save("gemma3", Path("m"))
     whole = quantize("m", "whole")

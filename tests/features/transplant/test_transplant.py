@@ -327,7 +327,7 @@ def test_the_report_counts_the_missing_tokens_of_a_text(tmp_path: Path, cli: Cli
     assert sum(counts.values()) > 10
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_noise_scale_and_norms_change_new_rows_only(tmp_path: Path) -> None:
     receiver, donor = pair(tmp_path)
 

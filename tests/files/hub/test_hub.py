@@ -254,7 +254,7 @@ def test_revisions(hub: FakeHub, tmp_path: Path) -> None:
     assert gone["message"].startswith("org/good@v9: the Hub model exists, but not this revision")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("repo", "error", "words"),
     [
@@ -273,7 +273,7 @@ def test_a_model_that_cannot_be_used_is_refused_before_weights_are_downloaded(
     assert downloads(hub) <= {"config.json", INDEX}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_damaged_gguf_file_is_refused(hub: FakeHub, tmp_path: Path) -> None:
     got = run(hub, tmp_path, "org/gguf")
     assert got["error"] == "FormatError"
@@ -300,7 +300,7 @@ def test_offline_the_cache_is_enough(tmp_path: Path) -> None:
     assert run(None, tmp_path, str(snapshot))["files"] == got["files"]  # the snapshot's path is a local folder like any
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_offline_a_half_downloaded_model_is_noticed(tmp_path: Path) -> None:
     cache(tmp_path, {name: GOOD[name] for name in (ONE, INDEX, "config.json")})
     got = run(None, tmp_path, "org/cached")
@@ -308,7 +308,7 @@ def test_offline_a_half_downloaded_model_is_noticed(tmp_path: Path) -> None:
     assert f"names the file '{TWO}' (tensor 'b'), which does not exist" in got["message"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_offline_and_not_cached(tmp_path: Path) -> None:
     (tmp_path / "models" / "llama-medic").mkdir(parents=True)
     got = run(None, tmp_path, "models/llama-medik")
@@ -341,7 +341,7 @@ def test_tensors_are_read_after_the_download(hub: FakeHub, tmp_path: Path) -> No
     assert (got["a"], got["left"], got["same"]) == (A.tolist(), [], True)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_impossible_hub_id(tmp_path: Path) -> None:
     got = run(None, tmp_path, "org/a--b")
     assert (got["error"], "nor a valid Hub id" in got["message"]) == ("NotFound", True)

@@ -111,7 +111,7 @@ def test_an_interrupted_upload_leaves_the_output_too(hub: FakeHub, tmp_path: Pat
     assert f"complete in {tmp_path}" in str(caught.value)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("repo", "env", "words"),
     [
@@ -133,7 +133,7 @@ def test_what_cannot_be_pushed_is_refused_before_the_merge(
     assert hub.pushed == {}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_hub_that_never_answers_is_found_before_the_merge(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_repository, "PATIENCE", replace(hub_repository.PATIENCE, failures=1, first_seconds=0.0))
     with silent() as hub:

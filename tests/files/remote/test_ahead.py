@@ -89,6 +89,7 @@ def test_blocks_cover_what_is_read_and_nothing_else() -> None:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(6))
 def test_any_order_of_reads_gets_the_bytes_and_each_travels_once(seed: int) -> None:
     random = np.random.default_rng(seed)

@@ -121,7 +121,7 @@ def _no_sleep(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return slept
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("error", "_words"), STAYS, ids=lambda one: str(one)[:30])
 def test_no_client_asks_twice_for_what_stays(error: Exception, _words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every place that catches the errors of a client, with that error in place of an answer."""
@@ -138,7 +138,7 @@ def test_no_client_asks_twice_for_what_stays(error: Exception, _words: str, monk
         assert (len(asked), slept) == (1, []), look
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_panic_in_any_client_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
     slept = _no_sleep(monkeypatch)
 

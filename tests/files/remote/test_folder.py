@@ -52,6 +52,7 @@ def test_every_tensor_is_that_of_the_files(shards: int) -> None:
         checkpoint.check_unchanged()
 
 
+@pytest.mark.long
 def test_modules_and_templates_in_subfolders_are_found() -> None:
     files = model(0, shards=1) | {
         "modules.json": b'[{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}]',
@@ -167,12 +168,13 @@ def test_a_folder_that_changes_is_noticed_before_a_merge_is_published() -> None:
             assert again.revision != checkpoint.revision
 
 
+@pytest.mark.long
 def test_a_server_without_versions_is_a_warning() -> None:
     with serve(at("m", model(0)), tags=False) as site, weightsmith.open_checkpoint(f"{site.url}/m") as checkpoint:
         assert "gives no version of 'model.safetensors'" in checkpoint.notes[0].what
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_index_names_no_file_elsewhere() -> None:
     index = json.dumps({"weight_map": {"a": "../secret.safetensors", "b": "/etc/passwd", "c": "x\n.safetensors"}}).encode()
     files = {"m/config.json": b"{}", "m/model.safetensors.index.json": index, "secret.safetensors": save({"a": np.ones(3)})}
@@ -182,6 +184,7 @@ def test_an_index_names_no_file_elsewhere() -> None:
         assert all("secret" not in path and "passwd" not in path for path, _ in site.headers)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "data", [b"", b"<html>" + b" " * 100, b"\xff" * 200, (10**6).to_bytes(8, "little") + b"{}", b"\x02" + bytes(7) + b"{}"]
 )

@@ -98,6 +98,7 @@ def test_the_bytes_do_not_depend_on_how_counts_are_held(
         assert "sure" in passes, "the window was to be too wide"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "density"), [("float32", 0.02), ("float32", 0.98), ("bf16", 0.5)])
 def test_one_pass_finds_a_threshold_among_few_patterns(
     kind: str, density: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

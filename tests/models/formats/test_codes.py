@@ -64,7 +64,7 @@ def test_quantise_float4_is_its_twin(rows: np.ndarray, scale: float) -> None:
         np.testing.assert_array_equal(packed, reference.quantise_float4(rows, scales))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=30)
 @given(groups(), SCALES, st.sampled_from([0.0, -1.5, 7.0]), st.sampled_from([4, 8]))
 def test_quantise_affine_is_its_twin(rows: np.ndarray, scale: float, bias: float, bits: int) -> None:
@@ -200,6 +200,7 @@ def test_the_error_is_within_the_bound(name: str, data: st.DataObject) -> None:
     assert (error <= slack * BOUNDS[name](np.abs(rows).astype(np.float64), scales)).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bits", [4, 8])
 @settings(max_examples=30)
 @given(seed=st.integers(0, 999), size=st.sampled_from([1e-3, 1.0, 100.0]), shift=st.sampled_from([0, 0, 5, -0.3]))

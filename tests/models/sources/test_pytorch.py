@@ -74,7 +74,7 @@ class TestStoredViews(SourceTests):
         source.close()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rows_of_a_strided_tensor_that_are_read_together(tmp_path: Path) -> None:
     torch.save(
         {"w": torch.zeros(2048, 5000).T, "row": torch.zeros(3_000_000, 2).T, "long": torch.zeros(20, 2)[:, 0]},
@@ -210,7 +210,7 @@ def llamas(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [zoo.save("llama", folder / f"m{k}", k) for k in range(3)]
 
 
-@pytest.mark.matrix("*-linear", "one-ties")
+@pytest.mark.matrix("one-ties")
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["linear", "ties"])
 @pytest.mark.parametrize("how", ["one", "sharded", "nested", "turned"])

@@ -247,7 +247,7 @@ DEFAULT = "ties della sce tsv_m model_stock localize_and_stitch arcee_fusion cab
 SAMPLE = [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.sweep) for name in MERGED]
 
 
-@pytest.mark.matrix("model_stock", "sce", "tsv_m", "ties")
+@pytest.mark.matrix("model_stock", "ties")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_merge_of_fused_models_is_the_fused_merge(name: str, models: Path, tmp_path: Path) -> None:
@@ -327,7 +327,7 @@ def test_state_dicts_are_taken_apart_where_shapes_alone_say_it(models: Path, tmp
     assert different == {"self_attn.qkv_proj.weight", "self_attn.qkv_proj.bias"}, "numbers of heads are in config.json"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_distance_of_fused_models_is_that_of_the_unfused(models: Path, tmp_path: Path) -> None:
     moved = [weightsmith.merge(ties(models, kind), tmp_path / kind, fsync=False).distance for kind in ("whole", "fused")]
     assert [m.name for m in moved[0]] == [m.name for m in moved[1]]

@@ -158,7 +158,7 @@ def test_a_branch_begins_empty_and_the_card_names_it(here: Path, hub: FakeHub) -
     assert model.files() != model.files("v2/ties")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_upload_of_the_last_files_is_shown(here: Path, hub: FakeHub) -> None:
     seen: list[tuple[int, int]] = []
     shown, sent = threading.Event(), itertools.count(1)
@@ -182,13 +182,13 @@ def test_the_upload_of_the_last_files_is_shown(here: Path, hub: FakeHub) -> None
     assert seen[0][0] < seen[0][1]  # a later one may show everything: the upload's thread still has to clean up
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_public_model_is_public(here: Path, hub: FakeHub) -> None:
     run("linear", public=True)
     assert hub.written["org/out"].visibility == "public"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_folder_is_pushed_to_a_branch_with_a_message(here: Path, hub: FakeHub) -> None:
     merged = run("linear", "out", push="org/out@v3", commit_message="third")
     assert merged.url == f"{hub.url}/org/out/tree/v3"
@@ -507,7 +507,7 @@ def test_a_commit_whose_answer_was_lost_is_found_under_one_of_someone_else(here:
     assert staging(here) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_after_its_commit_and_then_changed_by_someone_else_it_is_not_said_that_nothing_was_committed(
     here: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -531,7 +531,7 @@ def test_killed_after_its_commit_and_then_changed_by_someone_else_it_is_not_said
     assert (model.branches["main"], len(model.commits)) == (theirs, 3)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_process_at_a_time(here: Path, hub: FakeHub) -> None:
     inside: list[BaseException] = []
     once = threading.Lock()  # uploads are parallel
@@ -828,7 +828,7 @@ def test_killed_after_its_commit_a_run_with_fewer_files_leaves_none_of_them(
     assert hub.pushed == {"org/out": local(here, "linear")}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_folder_that_cannot_be_removed_after_the_commit_is_named(
     here: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -853,7 +853,7 @@ def test_a_plan_predicts_the_requests_that_write(here: Path, hub: FakeHub, max_s
     assert sum(len(data) for data in hub.objects.values()) == upload.nbytes
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_plan_counts_the_requests_of_other_large_files(here: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake_hub, "ATTRIBUTES", fake_hub.ATTRIBUTES + b"*.model filter=lfs diff=lfs merge=lfs -text\n")
     (here / "a/tokenizer.model").write_bytes(b"\n\x05\n\x03abc")

@@ -118,7 +118,7 @@ def test_classifiers_of_a_classifier_are_merged_as_before(tmp_path: Path) -> Non
     np.testing.assert_allclose(weights["score.weight"], want, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_transformers_loads_the_merge_as_a_classifier(tmp_path: Path) -> None:
     torch, transformers = (pytest.importorskip(n) for n in ("torch", "transformers"))

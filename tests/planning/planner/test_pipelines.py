@@ -453,6 +453,7 @@ def with_settings(pipeline: str, name: str, **settings: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
 
 
+@pytest.mark.long
 def test_a_part_of_another_model_has_the_config_json_of_that_model(tmp_path: Path) -> None:
     a, b = pair(tmp_path)
     with_settings(a, "vae/config.json", scaling_factor=0.18215, _name_or_path="a")
@@ -487,6 +488,7 @@ def taking(a: str, **parts: str) -> dict[str, Any]:
     return {"merge_method": "linear", "modules": entries}
 
 
+@pytest.mark.long
 def test_parts_without_weights_are_taken_from_the_model_that_the_recipe_names(tmp_path: Path) -> None:
     a, b = pair(tmp_path)
     (Path(b) / "tokenizer/special_tokens_map.json").write_text("{}")
@@ -529,6 +531,7 @@ def test_a_part_that_the_first_model_lacks_is_taken_by_its_name(tmp_path: Path) 
     weightsmith.verify(out)
 
 
+@pytest.mark.long
 def test_a_part_with_weights_of_another_model_has_the_class_of_that_model(tmp_path: Path) -> None:
     a, b = pair(tmp_path)
     kind = ["transformers", "CLIPTextModelWithProjection"]

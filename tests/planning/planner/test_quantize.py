@@ -182,7 +182,7 @@ def test_threads_memory_and_shards_change_no_tensor(options: dict[str, Any], tmp
     assert {name: array.tobytes() for name, array in actual.items()} == {name: a.tobytes() for name, a in expected.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_plan_from_json_and_parts_of_it_give_the_same_bytes(tmp_path: Path) -> None:
     plan = make(FUSED, tmp_path / "once", quantize=FP8)
     again = plan_from_json(json.loads(json.dumps(weightsmith.plan(FUSED, quantize=FP8).to_json())))
@@ -459,7 +459,7 @@ def test_another_encoding_is_another_plan(tmp_path: Path) -> None:
     assert weightsmith.plan(TIES).hash != weightsmith.plan(TIES, quantize=FP8).hash
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_distances_are_those_of_the_merge_and_the_card_says_that_it_is_quantised(tmp_path: Path) -> None:
     quantised = weightsmith.merge(TIES, tmp_path / "fp8", fsync=False, quantize=FP8)
     plain = weightsmith.merge(TIES, tmp_path / "plain", fsync=False)
@@ -480,7 +480,7 @@ def yml(models: Path) -> str:
     return "ties.yml"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_merge_on_the_command_line(cli: Cli, yml: str, tmp_path: Path) -> None:
     ran = cli("merge", yml, tmp_path / "out", "--quantize", FP8, "--quiet", "--json")
     assert ran.code == 0, ran.err

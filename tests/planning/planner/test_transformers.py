@@ -81,7 +81,7 @@ def passthrough(*slices: list[dict[str, Any]] | dict[str, Any], **options: Any) 
 STACKS = "llama qwen2 qwen3 gemma2 gemma3-text mixtral qwen3-moe gpt-oss gpt2 gpt-neox mamba bert".split()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", some(STACKS))
 def test_a_stack_of_two_models_loads_with_the_right_layers(name: str, tmp_path: Path) -> None:
     a, b = zoo.save(name, tmp_path / "a", 1), zoo.save(name, tmp_path / "b", 2)

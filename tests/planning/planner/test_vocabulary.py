@@ -466,7 +466,7 @@ def test_every_tensor_with_a_row_for_each_token_is_aligned(tmp_path: Path) -> No
             np.testing.assert_allclose(out.read(name), mean, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_stage_with_a_new_tokenizer_is_a_model_of_the_next(make: Callable[..., Tokenizer]) -> None:
     make("a")
     make("b", trained(special=["<s>", "</s>", "<x>"]), seed=1)
@@ -700,7 +700,7 @@ def test_the_plan_on_the_screen_says_where_rows_come_from(
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("again", ["union", "base", ""])
 @pytest.mark.parametrize("how", ["one plan", "json", "kept"])
 def test_a_result_with_a_tokenizer_of_its_own_is_a_model_of_the_next(

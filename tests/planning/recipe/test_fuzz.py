@@ -103,7 +103,7 @@ def check(text: str) -> None:
                 str(finding).encode()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @given(st.text())
 @example('"\\UFFFFFFFF"')
 @example("%YAML 1." + "9" * 5000 + "\n--- a")

@@ -126,7 +126,7 @@ def test_wrong_values_are_errors_at_their_line(text: str) -> None:
     assert WRONG[text] in str(error.value)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_there_are_at_most_a_thousand() -> None:
     weights = ", ".join(["{tune: [0, 1]}"] * 1001)
     with pytest.raises(PlanError, match="1,001 values to tune: at most 1,000"):

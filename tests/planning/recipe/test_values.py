@@ -79,7 +79,7 @@ def test_a_gradient_stays_within_its_values(values: list[float], t: float) -> No
     assert min(values) - slack <= value <= max(values) + slack
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @given(st.lists(finite, min_size=1, max_size=9), st.integers(0, 40))
 def test_a_gradient_passes_through_its_values(values: list[float], k: int) -> None:
     i = k % len(values)

@@ -85,7 +85,7 @@ def leftovers(folder: Path) -> list[str]:
     return [path.name for path in opening.evaluations_folder().glob(".evaluation*")]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_models_recipes_and_stored_codes_have_the_numbers_of_transformers(
     work: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

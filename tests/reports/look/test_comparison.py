@@ -73,7 +73,7 @@ def test_overlaps_are_of_the_largest_hundredth(folders: Mapping[str, Path]) -> N
     assert up_projection.overlaps[1] == pytest.approx(1, abs=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_subspaces_are_those_of_the_leading_singular_vectors(folders: Mapping[str, Path]) -> None:
     comparison = compare(folders, "abd")
     for tensor in comparison.tensors:

@@ -107,7 +107,7 @@ def test_nan_is_reported_and_not_an_error(base: Path, tmp_path: Path) -> None:
 # ---- words
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_low_rank_adapter(base: Path, tmp_path: Path) -> None:
     difference = diff(base, changed(tmp_path / "b", low_rank(8, 0)))
     assert difference.reading[0].startswith("A change of low rank, as LoRA makes it, or a merge of such models: rank ")
@@ -244,6 +244,7 @@ def test_pickled_weights_and_adapters_are_read_like_any_others(base: Path, tmp_p
     assert difference.total.delta == pytest.approx(diff(base, tuned).total.delta, rel=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", [np.s_[:2, 5], np.s_[::2]], ids=["in the projection", "in the sketch"])
 def test_sums_that_overflow_leave_the_spectrum_unknown(base: Path, tmp_path: Path, where: object) -> None:
     tensors = weights()

@@ -187,12 +187,14 @@ def test_a_tensor_as_the_oracle_has_it(difference: weightsmith.Difference, case:
         assert mine.low_rank is (2 * mine.rank <= min(a.shape))
 
 
+@pytest.mark.long
 def test_vectors_have_no_rank_and_empty_tensors_are_left_out(difference: weightsmith.Difference) -> None:
     assert tensor_of(difference, "model.norm.weight").rank is Mark.NOTHING
     assert tensor_of(difference, "model.other.weight").rank is Mark.NOTHING
     assert "model.empty.weight" not in {tensor.name for tensor in difference.tensors}
 
 
+@pytest.mark.long
 def test_totals_are_of_the_finite_tensors_and_say_so(difference: weightsmith.Difference) -> None:
     measured = [tensor for tensor in difference.tensors if tensor.measured]
     total = difference.total
@@ -293,6 +295,7 @@ WORDS: dict[str, tuple[int, Change, str]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", WORDS)
 def test_the_first_sentence_is_true(tmp_path: Path, case: str) -> None:
     side, change, expected = WORDS[case]

@@ -35,7 +35,7 @@ def table(page: Report, name: str) -> Table:
     return block
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_difference_by_layer_and_part(base: Path, tmp_path: Path) -> None:
     difference = weightsmith.diff(base, changed(tmp_path / "b", low_rank(8, 0)), progress=False)
     page = difference_report(difference)
@@ -140,7 +140,7 @@ def test_a_preview_by_model(base: Path, tmp_path: Path) -> None:
     to_html(page)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_numbers_of_a_report_are_those_that_torch_computes(base: Path, tmp_path: Path) -> None:
     """The first screen's, a map's, and the histogram and the singular values of the drawer, from the page's own data."""
     torch = pytest.importorskip("torch")

@@ -82,7 +82,7 @@ def test_in_full_it_is_what_the_merge_does(
         assert kept.error == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_is_small_is_not_sampled(folders: Mapping[str, Path]) -> None:
     assert preview(recipe(folders)).to_json() == preview(recipe(folders), full=True).to_json()
 
@@ -110,7 +110,7 @@ def test_it_depends_on_neither_threads_nor_run(folders: Mapping[str, Path], smal
     assert one == three
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_may_be_wrong_is_said_in_words(folders: Mapping[str, Path]) -> None:
     of = recipe(folders, "task_arithmetic", "ab")
     of["models"][0]["parameters"]["weight"] = {"filter": "mlp", "value": 0.01}
@@ -126,7 +126,7 @@ def test_what_may_be_wrong_is_said_in_words(folders: Mapping[str, Path]) -> None
     assert preview(recipe(folders)).warnings == ()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_methods_that_look_at_the_whole_model_are_sampled(folders: Mapping[str, Path]) -> None:
     assert preview(recipe(folders, scope="model")).total.models[0].survives > 0.1  # type: ignore[union-attr]
 

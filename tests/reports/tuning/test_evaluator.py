@@ -97,7 +97,7 @@ def test_losses_are_those_of_the_recipe_with_these_numbers(work: Path, name: str
             assert losses.sum() / expected.tokens == pytest.approx(expected.loss.value, rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_only_what_the_changed_numbers_touch_is_computed_again(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("r.yml").unlink()
     Path("r.yml").write_text(SCALAR)

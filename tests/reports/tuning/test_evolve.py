@@ -38,7 +38,7 @@ def test_a_genome_has_as_many_values_as_in_mergekit_and_plans(work: Path, name: 
         assert prepared.plan.steps
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_config_is_tuned(work: Path) -> None:
     Path("evolve.yml").write_text(
         "genome:\n  models: [b, c]\n  merge_method: ties\n  base_model: a\ntasks:\n  - name: t.txt\n    weight: 1.0\n"

@@ -244,7 +244,7 @@ def test_an_invalid_candidate_is_a_line(work: Path) -> None:
     assert tune(recipe(text), budget=5, search="random").resumed == 5
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_without_a_valid_candidate_there_is_one_error_and_no_recipe(work: Path) -> None:
     text = "merge_method: task_arithmetic\nbase_model: a\ndtype: float16\nmodels:\n"
     text += "  - {model: b, parameters: {weight: {tune: [1e8, 1e9]}}}\n"
@@ -392,6 +392,7 @@ WRONG = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", WRONG)
 def test_what_cannot_be_tuned_is_one_error_and_leaves_nothing(work: Path, name: str) -> None:
     from tests.calibration_help import save_model

@@ -63,7 +63,7 @@ def test_row_maxima_are_those_of_numpy(rows: np.ndarray) -> None:
     np.testing.assert_array_equal(maxima, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=30)
 @given(matrices(ANY_FLOAT), st.data())
 def test_quantise_is_its_twin_bit_for_bit(rows: np.ndarray, data: st.DataObject) -> None:
@@ -129,7 +129,7 @@ def test_scales_are_the_largest_magnitude_over_448_in_bfloat16(rows: np.ndarray)
     np.testing.assert_array_equal(scales, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=30)
 @given(matrices(FINITE))
 def test_codes_are_the_nearest_to_the_rows_over_the_scales_as_they_are_stored(rows: np.ndarray) -> None:

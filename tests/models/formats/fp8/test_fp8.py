@@ -553,7 +553,7 @@ def test_an_fp8_model_alone_is_written_as_bf16(tmp_path: Path) -> None:
             assert checkpoint.read(name).tobytes() == expected.read(name).astype(BF16).tobytes(), name
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_mixture_of_fp8_models(tmp_path: Path) -> None:
     pairs = [fp8_model(tmp_path / f"m{k}", k) for k in range(3)]
     contents = []

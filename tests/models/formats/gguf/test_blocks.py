@@ -63,6 +63,7 @@ def ours(kind: str, rows: Numbers, importances: Numbers | None) -> Numbers:
     return out
 
 
+@pytest.mark.matrix("Q8_0-none", "Q4_0-none")
 @pytest.mark.parametrize("importances", IMPORTANCES)
 @pytest.mark.parametrize("kind", sorted(ENCODED))
 def test_the_bytes_are_ggmls(kind: str, importances: str) -> None:

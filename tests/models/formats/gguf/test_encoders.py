@@ -109,6 +109,7 @@ def test_llama_cpp_computes_what_transformers_does(name: str, tmp_path: Path) ->
                 assert np.abs(ours - theirs).max() < 1e-2 * max(1, np.abs(theirs).max())
 
 
+@pytest.mark.long
 @needs_llama_cpp
 @pytest.mark.parametrize("name", ENCODERS)
 def test_llama_cpp_splits_text_into_the_same_tokens(name: str, tmp_path: Path) -> None:
@@ -119,6 +120,7 @@ def test_llama_cpp_splits_text_into_the_same_tokens(name: str, tmp_path: Path) -
         assert [judge.tokens(text, around=True) for text in SAMPLES] == [tokenizer.encode(text).ids for text in SAMPLES]
 
 
+@pytest.mark.long
 @needs_llama_cpp
 @pytest.mark.parametrize("pooling", ["cls_token", "mean_tokens", "lasttoken"])
 @pytest.mark.parametrize("name", ["bert", "xlm-roberta"])
@@ -135,6 +137,7 @@ def test_llama_cpp_pools_as_sentence_transformers_does(name: str, pooling: str, 
             assert np.abs(ours / np.linalg.norm(ours) - expected).max() < 1e-3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ENCODERS)
 def test_what_comes_back_is_what_was_written(name: str, tmp_path: Path) -> None:
     source = save(name, tmp_path / "m")
@@ -198,6 +201,7 @@ def test_how_a_file_pools_comes_back(pooling: str, tmp_path: Path) -> None:
     assert again["bert.pooling_type"] == keys_of(path)["bert.pooling_type"]
 
 
+@pytest.mark.long
 def test_nomics_published_settings_are_those_of_transformers(tmp_path: Path) -> None:
     source = save("nomic", tmp_path / "m")
     plain = stored(quantize(source, tmp_path / "a")), keys_of(tmp_path / "a" / "model.gguf")

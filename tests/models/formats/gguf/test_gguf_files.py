@@ -158,6 +158,7 @@ def test_a_generation_config_that_says_more_than_the_file_is_listed(model: Path)
         assert quantised.plan.lacking == ({} if said else {"m": ("generation_config.json",)})
 
 
+@pytest.mark.long
 def test_scores_are_those_of_a_sentencepiece_model(model: Path) -> None:
     def field(number: int, data: bytes) -> bytes:
         """A field of bytes, whose length takes two bytes from 128 on."""
@@ -376,6 +377,7 @@ def test_every_family_comes_back_as_it_was(name: str, tmp_path: Path, tokenizers
         assert key in unlike or configs[1].get(key) == expected, key
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "stated",
     [
@@ -466,7 +468,7 @@ def test_norms_of_olmo_that_add_another_number(tmp_path: Path, tokenizers: dict[
         weightsmith.open_checkpoint(wrong)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_granite_4_without_mamba_comes_back_as_a_granite_3(tmp_path: Path, tokenizers: dict[str, Path]) -> None:
     import torch
 
@@ -538,6 +540,7 @@ def test_the_language_model_of_images_comes_back_as_one_of_texts(
         assert own[0]["qwen3vl.n_deepstack_layers"] == "2"
 
 
+@pytest.mark.long
 def test_experts_of_qwen3_vl_in_the_published_layout(tmp_path: Path, tokenizers: dict[str, Path]) -> None:
     """Rows of the published tensors are llama.cpp's columns; those that newer versions of transformers write are its rows."""
     text = {**OWN["qwen3-vl-moe"]["text_config"], "moe_intermediate_size": 24}
@@ -566,6 +569,7 @@ def test_deepstack_layers_that_cannot_be_read(layers: object, tmp_path: Path, to
         quantize(source, tmp_path / "q", "q8_0")
 
 
+@pytest.mark.long
 def test_a_tokenizer_survives_the_way_there_and_back(tmp_path: Path, tokenizers: dict[str, Path]) -> None:
     for kind, folder in tokenizers.items():
         rows = 262 if kind == "gpt2" else len(PIECES)
@@ -639,7 +643,7 @@ def tiktoken_ids(text: str, ranks: Mapping[bytes, int], pattern: str) -> list[in
     return ids
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_kimi_k2_is_written_with_the_ranks_of_its_tokenizer(tmp_path: Path) -> None:
     words = [" the", "he", "th", "the", " t", " th", "in", "ing", "中文", "字t", "ab", "12", "123", "'s", "  ", "\n\n"]
     pieces = {bytes([byte]) for byte in range(256)} | {
@@ -847,7 +851,7 @@ def imatrix_gguf(path: Path, values: Mapping[str, np.ndarray]) -> Path:
     return write_gguf(path, "imatrix", tensors, {"general.type": "imatrix"})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_importances_in_both_forms_of_files(model: Path) -> None:
     rng = np.random.default_rng(5)
     values = {name: rng.uniform(0.1, 3, 64).astype(np.float32) for name in ("blk.0.ffn_up.weight", "blk.1.attn_q.weight")}
@@ -983,7 +987,7 @@ def test_parts_that_do_not_fit_together(tmp_path: Path, tokenizers: dict[str, Pa
         quantize(source, tmp_path / "q", "f32", resume=False)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_experts_that_are_published_as_one_tensor(tmp_path: Path, tokenizers: dict[str, Path]) -> None:
     """Qwen3.5's: transformers loads and saves them one by one, and publishers do not."""
     source = zoo.save("qwen3.5-moe", tmp_path / "m", 1)
@@ -1012,7 +1016,7 @@ def keys_and_tensors(path: Path, architecture: str) -> tuple[dict[str, Any], dic
     return keys, {tensor.name: (np.array(tensor.data), "F32") for tensor in reader.tensors}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_layers_that_predict_are_left_out(tmp_path: Path, tokenizers: dict[str, Path]) -> None:
     """Those of DeepSeek-V3, behind the model's own, as its config.json counts them."""
     source = zoo.save("deepseek-v3", tmp_path / "m", 1, **OWN["deepseek-v3"])
@@ -1061,7 +1065,7 @@ def test_layers_that_predict_of_other_families_are_not_read(tmp_path: Path, toke
         assert any("layers that predict several tokens at a time" in str(note) for note in checkpoint.notes)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_router_that_config_json_cannot_describe(tmp_path: Path, tokenizers: dict[str, Path]) -> None:
     source = with_tokenizer(zoo.save("glm4-moe", tmp_path / "m", 1), tokenizers["gpt2"])
     keys, there = keys_and_tensors(quantize(source, tmp_path / "q", "f32"), "glm4moe")
@@ -1195,6 +1199,7 @@ def test_tensors_tokenizers_and_numbers_that_do_not_fit(model: Path) -> None:
     assert "'gguf-q4_k' is unknown (did you mean 'gguf-q4_k_m'?)" in refused("q4_k")
 
 
+@pytest.mark.long
 def test_unknown_tensors(model: Path) -> None:
     with weightsmith.open_checkpoint("m") as checkpoint:
         tensors, config = {name: checkpoint.read(name) for name in checkpoint.specs}, checkpoint.config
@@ -1479,7 +1484,7 @@ def test_the_language_model_of_a_model_of_several_parts(
         weightsmith.plan(passthrough(str(stray)), quantize="gguf-bf16")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_decay_that_no_float32_holds(tmp_path: Path, tokenizers: dict[str, Path]) -> None:
     source = with_tokenizer(zoo.save("qwen3.5", tmp_path / "m", 0), tokenizers["gpt2"])
     with weightsmith.open_checkpoint(source) as checkpoint:

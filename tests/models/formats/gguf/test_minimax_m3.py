@@ -74,7 +74,7 @@ def published(source: Path) -> None:
     write_checkpoint(source, tensors, {**whole, "text_config": config, "vision_config": {}})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_published_files_give_the_same_file(tmp_path: Path) -> None:
     plain = written(saved(tmp_path / "plain" / "m"))
     source = saved(tmp_path / "m")
@@ -89,7 +89,7 @@ def test_published_files_give_the_same_file(tmp_path: Path) -> None:
     assert len(keys[0]) > 20
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_names_are_those_of_transformers(tmp_path: Path) -> None:
     """Which saves the whole model under published names, and loads its language model alone under others."""
     text = {**zoo.ZOO["minimax-m3"][2], "vocab_size": 262}

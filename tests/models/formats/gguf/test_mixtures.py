@@ -293,6 +293,7 @@ def test_bases_of_granite_by_layer_come_back(tmp_path: Path) -> None:
         GraniteSwa().config(keys | {pattern: np.ones(4, bool)}, contents, "float32", "here")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "stem"), [("afmoe", "afmoe"), ("hy-v3", "hy_v3"), ("laguna", "laguna")])
 def test_scores_of_some_are_always_normalised(name: str, stem: str, tmp_path: Path) -> None:
     """config.json of transformers does not say so, and llama.cpp does not normalise them where the file does not say it."""
@@ -372,6 +373,7 @@ def test_hunyuan_states_fewer_tokens_than_alpha_gives(alpha: float | None, state
         assert back.config["max_position_embeddings"] == expected
 
 
+@pytest.mark.long
 def test_numbers_that_hunyuan_lists_for_each_layer(tmp_path: Path) -> None:
     plain = read_gguf_header(written("hunyuan-moe", tmp_path / "plain")).keys
     listed = {"num_experts": [4, 4], "moe_topk": [2, 2], "moe_intermediate_size": [48, 48], "num_shared_expert": [1, 1]}
@@ -412,6 +414,7 @@ def test_layers_with_an_indexer_in_a_file_that_does_not_say_it(tmp_path: Path) -
         GlmDsa().config({**keys, "glm-dsa.attention.indexer.types": np.ones(3, bool)}, contents, "float32", "here")
 
 
+@pytest.mark.long
 def test_weights_that_choose_tokens_are_f32_where_nothing_is_quantised(tmp_path: Path) -> None:
     source = saved("glm-dsa", tmp_path / "m")
     for name, expected in (("f16", "F32"), ("q8_0", "Q8_0")):
@@ -419,6 +422,7 @@ def test_weights_that_choose_tokens_are_f32_where_nothing_is_quantised(tmp_path:
         assert stored(tmp_path / name / "model.gguf")["blk.0.indexer.proj.weight"][0] == expected
 
 
+@pytest.mark.long
 def test_mimo_under_published_names(tmp_path: Path) -> None:
     """The window of published models is that of SGLang, which counts the tokens before each, as transformers reads it."""
     rope = {"full_attention": {**MIMO, "rope_theta": 5e6}, "sliding_attention": MIMO}
@@ -457,7 +461,7 @@ STEEP += ("q_proj.weight", "k_proj.weight")
 
 
 @needs_llama_cpp
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "changes"),
     [

@@ -48,6 +48,7 @@ def quantize(source: Path, out: Path, name: str = "f32") -> Path:
     return out / "model.gguf"
 
 
+@pytest.mark.long
 def test_keys_have_the_numbers_of_the_activation(tmp_path: Path) -> None:
     source = apertus(tmp_path / "m", 1)
     path = quantize(source, tmp_path / "q", "q8_0")

@@ -86,12 +86,14 @@ def test_numbers_of_nvfp4_stay_as_they_are(name: str, tmp_path: Path) -> None:
                 assert np.abs(after - before).max() <= 1e-6 * np.abs(before).max(), tensor
 
 
+@pytest.mark.long
 def test_weights_with_biases_have_more_bits(tmp_path: Path) -> None:
     """llama.cpp multiplies the biases of some MLPs too."""
     kinds = {kind for kind, _, _ in stored(quantize(save("llama-bias", tmp_path / "m"), tmp_path / "q", "nvfp4")).values()}
     assert kinds == {"F32", "Q8_0"}
 
 
+@pytest.mark.long
 def test_a_merge_straight_to_nvfp4_is_the_merge_then_quantised(tmp_path: Path) -> None:
     save("llama", tmp_path / "a")
     zoo.save("llama", tmp_path / "b", 2, dtype="float32", **SIZES)
@@ -102,6 +104,7 @@ def test_a_merge_straight_to_nvfp4_is_the_merge_then_quantised(tmp_path: Path) -
     assert stored(quantize(tmp_path / "plain", tmp_path / "r", "nvfp4")) == stored(tmp_path / "q/model.gguf")
 
 
+@pytest.mark.long
 def test_blocks_are_those_of_the_definition() -> None:
     rng = np.random.default_rng(0)
     rows = rng.standard_normal((6, 128)).astype(np.float32) * np.float32([[1e-3], [1], [0], [1e-6], [3], [0.1]])

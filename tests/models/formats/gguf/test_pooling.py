@@ -223,6 +223,7 @@ def test_scores_that_llama_cpp_does_not_have_are_named(settings: Mapping[str, An
     assert ["without its modules 'LogitScore'" in str(warning) for warning in quantised.warnings] == [True]
 
 
+@pytest.mark.long
 def test_a_file_with_tensors_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
     ranks = with_scores(reranker(tmp_path / "ranks"), {"true_token_id": 263, "false_token_id": 262})
     for source, tensor in ((ranks, "cls.output.weight"), (embedding_gemma(tmp_path / "dense"), "dense_2.weight")):
@@ -283,6 +284,7 @@ def test_llama_cpp_makes_the_vectors_of_embedding_gemma(tmp_path: Path) -> None:
             assert np.abs(ours / np.linalg.norm(ours) - expected).max() < 1e-3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes", [{"bias": True}, {"activation_function": "torch.nn.modules.activation.Tanh"}, {"use_residual": True}]
 )

@@ -387,6 +387,7 @@ def test_scaled_frequencies(tmp_path: Path) -> None:
         assert checkpoint.identity != identity
 
 
+@pytest.mark.long
 def test_keys_that_a_family_may_leave_out(tmp_path: Path) -> None:
     def config(architecture: str, **overrides: Any) -> dict[str, Any]:
         tensors = {"token_embd.weight": llama()["token_embd.weight"]}

@@ -53,6 +53,7 @@ def written(model: Path, out: Path) -> tuple[dict[str, Any], list[str]]:
     return {name: field.contents() for name, field in fields.items()}, [str(warning) for warning in quantised.warnings]
 
 
+@pytest.mark.long
 @needs_llama_cpp
 def test_phi3s_turns_have_the_tokens_that_transformers_gives_them(tmp_path: Path) -> None:
     model = model_with(tmp_path / "merged", PHI_KEYS, strip_as_phi3)

@@ -24,6 +24,7 @@ from weightsmith.testing import EncodingTests
 BF16 = DTYPES["BF16"]
 
 
+@pytest.mark.matrix("", "gguf-q8_0*", "gguf-f*", "gguf-b*")
 @pytest.mark.parametrize(
     "name",
     [
@@ -62,6 +63,7 @@ def numbers(rows: int, cols: int) -> np.ndarray:
     return (np.random.default_rng(0).standard_t(4, (rows, cols)) * 0.05).astype(np.float32)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_the_bytes_are_those_of_another_writer(kind: str) -> None:
     rows = numbers(7, 96)
@@ -80,6 +82,7 @@ BOUNDS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "share"), BOUNDS.items())
 def test_no_element_is_further_off_than_a_share_of_its_blocks_largest(kind: str, share: float) -> None:
     rows = numbers(32, 256)
@@ -121,6 +124,7 @@ def test_a_convolution_that_keeps_its_middle_dimension() -> None:
     assert "is not one of a depthwise convolution" in encoding.refusal(TensorSpec("w", BF16, (6, 2, 4)))
 
 
+@pytest.mark.long
 def test_each_expert_has_importances_of_its_own() -> None:
     rows, weights = numbers(12, 256), np.random.default_rng(1).uniform(0.1, 3, (3, 256)).astype(np.float32)
     spec = TensorSpec("experts", BF16, (3, 4, 256))
@@ -200,6 +204,7 @@ def test_what_is_refused(name: str, spec: TensorSpec, why: str) -> None:
     assert why in str(caught.value)
 
 
+@pytest.mark.long
 def test_without_libgguf(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "libgguf", None)
     with pytest.raises(Unsupported, match="is not installed"):
@@ -207,6 +212,7 @@ def test_without_libgguf(monkeypatch: pytest.MonkeyPatch) -> None:
     assert encoded("gguf-q4_k", TensorSpec("w", BF16, (2, 256)), numbers(2, 256)).any()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["q8_0", "q4_k", "iq4_nl"])
 def test_a_number_beyond_the_scales_is_an_error(name: str) -> None:
     rows = np.ones((2, 256), np.float32)

@@ -203,6 +203,7 @@ def test_convolutions_are_folded_and_read_back(kind: str, tmp_path: Path) -> Non
         assert np.sqrt((error**2).mean()) < {"q8_0": 0.01, "q4_k_m": 0.1}[kind], name
 
 
+@pytest.mark.long
 def test_a_convolution_of_several_tiles_has_the_bytes_of_another_writer(tmp_path: Path) -> None:
     name = "output_blocks.3.0.in_layers.2.weight"  # 1,843,200 elements, and a tile of rows of 3 is no multiple of 256
     tensors = normal(UNET | {name: (320, 640, 3, 3)})
@@ -218,6 +219,7 @@ def test_a_convolution_of_several_tiles_has_the_bytes_of_another_writer(tmp_path
         assert stored(tmp_path / out)[name].data.tobytes() == theirs.tobytes()
 
 
+@pytest.mark.long
 def test_parameters_and_convolutions_over_time_are_f32(tmp_path: Path) -> None:
     weightsmith.quantize(write(tmp_path / "wan.safetensors", normal(WAN)), tmp_path / "out", format="gguf-q4_k_m", fsync=False)
     assert kinds(tmp_path / "out") == {

@@ -37,6 +37,7 @@ def kinds(path: Path) -> dict[str, str]:
     return {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(path / "model.gguf").tensors}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["T5", "UMT5"])
 def test_an_encoder_is_written_and_read_back(kind: str, tmp_path: Path) -> None:
     arrays = t5(kind=kind)
@@ -52,6 +53,7 @@ def test_an_encoder_is_written_and_read_back(kind: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(values, arrays[name])
 
 
+@pytest.mark.long
 def test_keys_and_types_are_those_of_llama_cpp(tmp_path: Path) -> None:
     save_file(t5(), tmp_path / "t5.safetensors")
     weightsmith.quantize(tmp_path / "t5.safetensors", tmp_path / "out", format="gguf-q4_k_s", fsync=False)
@@ -89,6 +91,7 @@ def test_the_folder_of_a_pipeline_is_written_as_a_single_file_is(tmp_path: Path)
     assert files[0] == files[1]
 
 
+@pytest.mark.long
 def test_other_t5_models_are_refused(tmp_path: Path) -> None:
     arrays = t5()
     save_file(arrays | {"decoder.final_layer_norm.weight": np.ones(256, np.float32)}, tmp_path / "whole.safetensors")
@@ -217,6 +220,7 @@ def test_the_tokenizer_of_umt5_is_found_beside_the_weights(spiece: bytes, tmp_pa
     assert {file.name for file in (tmp_path / "out").iterdir()}.isdisjoint({"spiece.model", "config.json"})
 
 
+@pytest.mark.long
 def test_another_tokenizer_is_not_umt5s(tmp_path: Path) -> None:
     for data, words in ((b"\xff" * 9, "cannot be read"), (b"\x0a\x03\x0a\x01a", "no piece for eos")):
         save_file(umt5(data), tmp_path / "umt5.safetensors")
