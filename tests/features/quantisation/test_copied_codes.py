@@ -534,8 +534,8 @@ def tried(step: Step, *, dtypes: tuple[str, str] = ("BF16", "BF16"), order: obje
 
     def stored_as(read: Read) -> StoredAs:
         scales = DTYPES[dtypes[read.model]]
-        found = [StoredPart(out.name, scales if out.dtype.floating else out.dtype) for out in outs]
-        return StoredAs("w4a16", tuple(found[:parts]), order)
+        stored = [StoredPart(out.name, scales if out.dtype.floating else out.dtype) for out in outs]
+        return StoredAs("w4a16", tuple(stored[:parts]), order)
 
     wanted = [replace(out, shape=(2, *out.shape)) for out in outs] if len(step.out.shape) == 3 else outs
     return copy_of(step, "w4a16", wanted, stored_as, lambda read: 2 + read.model)
