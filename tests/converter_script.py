@@ -1,7 +1,8 @@
 """Runs llama.cpp's converter on models, all in one process: importing it takes longer than a tiny model.
 
 Standard input is JSON: a list of [model, file to write]. The answer on standard output is JSON, too: for each, "" or why it
-was not converted. The converter does not know the hashes of the tests' tokenizers, so it is told that they are GPT-2's.
+was not converted. The converter recognises tokenizers by a hash. It does not know those of the tests, and takes them for
+GPT-2's.
 """
 
 from __future__ import annotations

@@ -209,19 +209,23 @@ class Checkpoint(NamedTensors, Closing):
         return stored / max(1, self.nbytes)
 
     @property
+    def home(self) -> Path:
+        """The folder of the weight files: `folder`, but for a GGUF file, whose other files are made from it."""
+        weights = next((path.absolute() for path in self.paths), None)
+        folder = self.folder.absolute()
+        return folder if weights is None or weights.is_relative_to(folder) else weights.parent
+
+    @property
     def card(self) -> dict[str, Any]:
         """What is said of the model: the front matter of its README.md, and for keys that it lacks what its weight files say.
 
-        A file that was opened without its folder has no README.md. That of a model elsewhere must be fetched before.
+        A file that was opened without its folder has no README.md, nor have tensors in memory. That of a model elsewhere must
+        be fetched before.
         """
         said = dict(self._said)
-        if self.alone:
+        if self.alone or not self.paths:
             return said
-        weights = next((path.absolute() for path in self.paths), None)
-        folder = self.folder.absolute()
-        if weights is not None and not weights.is_relative_to(folder):  # a GGUF file, whose other files are made from it
-            folder = weights.parent
-        card = read_card(folder)
+        card = read_card(self.home)
         if "license" in card:  # its name and link go with it
             said = {key: value for key, value in said.items() if not key.startswith("license")}
         return said | card

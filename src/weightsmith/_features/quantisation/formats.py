@@ -313,13 +313,10 @@ def _origin(checkpoint: Checkpoint) -> ModelOrigin:
         address = checkpoint.repositories[0].name
         name = address.rstrip("/").rpartition("/")[2] if "://" in address else address
         return ModelOrigin(name, checkpoint.card)
-    weights = next((path.absolute() for path in checkpoint.paths), None)
-    folder = checkpoint.folder.absolute()
-    if weights is not None and not weights.is_relative_to(folder):  # a GGUF file, whose other files are made from it
-        folder = weights.parent
-    if checkpoint.alone and weights is not None and weights.stem != "model":
-        return ModelOrigin(weights.stem, checkpoint.card)
-    return ModelOrigin(hub_id_of(str(folder)) or folder.name or "model", checkpoint.card)
+    stem = next((path.stem for path in checkpoint.paths), "model")
+    if checkpoint.alone and stem != "model":
+        return ModelOrigin(stem, checkpoint.card)
+    return ModelOrigin(hub_id_of(str(checkpoint.home)) or checkpoint.home.name or "model", checkpoint.card)
 
 
 # ---- types for a size

@@ -134,7 +134,7 @@ def plain_dtype(config: Mapping[str, Any], default: DType = DTYPES["BF16"]) -> D
 # ---- config.json as programs with readers of their own take it: ExLlamaV2 0.3.2, exllamav3 1.6.5 and mlx-lm 0.32.2.
 #
 # **Older keys.** ExLlamaV2 and most models of mlx-lm know no `rope_parameters`: without `rope_theta` they take a default, and
-# the model computes something else. So the keys of transformers 4 stand beside those of transformers 5.
+# the model computes something else. So config.json has the keys of transformers 4 as well as those of transformers 5.
 #
 # **Sliding windows.** ExLlamaV2 and exllamav3 have those of Gemma alone, and ignore others: read in ExLlamaV2's
 # architecture.py, where `swa` is always false, and in exllamav3's architecture/, where gemma2.py alone reads the size of a

@@ -382,7 +382,7 @@ _CODES = ("w_q", "b", "blocks")
 """Last components of names of codes: HQQ's, Marlin's and QQQ's, and those of gpt-oss's own files."""
 
 _PARTS = frozenset("absmax centroids codebooks codes g_idx indices qidxs qweight qzeros scales w_q zeros".split())
-"""Last components of names of tensors that plain models have not, whatever their dtype."""
+"""Last parts of tensor names that plain models never have, whatever the dtype."""
 
 
 def describe_codes(specs: Specs) -> str | None:

@@ -13,7 +13,10 @@ import pytest
 import weightsmith
 from tests.gguf_help import BYTE_LEVEL, SENTENCEPIECE, SIZES, llama, write_gguf
 from weightsmith._execution.cards import read_card
+from weightsmith._files.arrays import view_of
+from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.formats.gguf.header import read_gguf_header
+from weightsmith._models.sources.composed import StateDict
 
 ORIGIN: dict[str, Any] = {
     "general.name": "My Phi-3",
@@ -179,3 +182,9 @@ def test_what_is_no_text_says_nothing() -> None:
         }  # fmt: skip
         assert "top_k" not in json.loads((model.folder / "generation_config.json").read_text())
         assert np.all(model["model.norm.weight"] == model["model.norm.weight"])
+
+
+def test_tensors_in_memory_are_not_what_a_readme_in_the_current_folder_describes() -> None:
+    Path("README.md").write_text("---\nlicense: mit\n---\n")
+    source = StateDict({"w": view_of("w", np.ones((2, 2), np.float32))}, "memory")
+    assert Checkpoint("memory", source).card == {}
