@@ -210,7 +210,7 @@ class Checkpoint(NamedTensors, Closing):
 
     @property
     def home(self) -> Path:
-        """The folder of the weight files: `folder`, but for a GGUF file, whose other files are made from it."""
+        """The folder of the weight files: `folder`, except for a GGUF file, whose other files are made from it."""
         weights = next((path.absolute() for path in self.paths), None)
         folder = self.folder.absolute()
         return folder if weights is None or weights.is_relative_to(folder) else weights.parent
