@@ -225,7 +225,7 @@ def measure(
         results.append(Result(rival, task, shlex.join(rival.command(task, out))))
         # weightsmith with and without fsync writes the same bytes; one check is enough.
         if rival.merges and not any(r.check and type(r.rival) is type(rival) for r in results):
-            measured = _run_once(rival, task, out, "warm")
+            measured = _run_once(rival, task, out, cache)
             results[-1].first_seconds = measured.wall_seconds
             if isinstance(rival, Mergekit) and mergekit_runs == 0:
                 results[-1].runs.append(measured)
@@ -314,7 +314,7 @@ def _say(text: str) -> None:
 def main() -> None:
     """Measure what was asked for, print it, keep it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scale", default="1b", help="toy, 1b or 2b (models.py)")
+    parser.add_argument("--scale", default="1b", help="a scale of models.py: toy, 1b, 2b or 7b")
     parser.add_argument("--methods", nargs="+", choices=JOBS, default=list(JOBS))
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--mergekit-runs", type=int, default=5, help="at most; 0: only the run that is checked (minutes each)")

@@ -1,4 +1,4 @@
-"""Synthetic Llama checkpoints: a base and three fine-tunes of it, seeded, in bf16. They load; they say nothing.
+"""Synthetic Llama checkpoints: a base and fine-tunes of it, seeded, in bf16. They load; they say nothing.
 
     python -m benchmarks.models --scale 1b        # 4 x 2.2 GB under build/bench/models/1b
 
@@ -38,7 +38,7 @@ RECIPE_VERSION = 1  # raise it when the numbers would change, so that old files 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The shape of a Llama model, and how its files are cut."""
+    """The shape of a Llama model, how its files are cut, and the models of this shape: the base first."""
 
     hidden: int
     layers: int
@@ -48,6 +48,7 @@ class Scale:
     vocab: int
     max_shard_bytes: int
     seed: int = 0
+    names: tuple[str, ...] = NAMES
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Every tensor, in model order."""
@@ -110,11 +111,13 @@ SCALES = {
     "1b": Scale(2048, 22, 5632, 32, 4, 32_000, max_shard_bytes=1_200_000_000),
     # Twice the bytes, in larger tensors: peak memory must not follow.
     "2b": Scale(3072, 20, 8192, 32, 8, 32_000, max_shard_bytes=2_400_000_000),
+    # Llama-2-7B: 13.5 GB a model in 3 files, without the third fine-tune, which the five merges of bench.py do not read.
+    "7b": Scale(4096, 32, 11_008, 32, 32, 32_000, max_shard_bytes=4_900_000_000, names=NAMES[:3]),
 }
 
 
 def build(scale_name: str, root: Path = ROOT, threads: int | None = None) -> Path:
-    """The folder with base, a, b and c of this scale; built if it is not there yet."""
+    """The folder with the models of this scale; built if it is not there yet."""
     scale = SCALES[scale_name]
     folder = root / scale_name
     made_as = json.dumps({"version": RECIPE_VERSION, **asdict(scale)}, indent=1)
@@ -126,7 +129,7 @@ def build(scale_name: str, root: Path = ROOT, threads: int | None = None) -> Pat
     shutil.rmtree(unfinished, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
     places = []
-    for name in NAMES:
+    for name in scale.names:
         (unfinished / name).mkdir(parents=True)
         (unfinished / name / "config.json").write_text(json.dumps(scale.config(), indent=2), encoding="utf-8")
         places.append(reserve(unfinished / name, scale.shapes(), scale.max_shard_bytes))
