@@ -471,7 +471,7 @@ def test_experts_as_early_versions_stored_them(tmp_path: Path) -> None:
 
 
 def test_factors_of_absurdly_many_experts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightsmith._models.lora.other_programs._MAX_PARTS", 10)
+    monkeypatch.setattr("weightsmith._models.lora.mlx_and_gguf._MAX_PARTS", 10)
     a, b = normal(3, 4, H), normal(3, INNER, 4)
     modules = [f"model.layers.{i}.mlp.switch_mlp.up_proj" for i in range(2)]
     lora = mlx(tmp_path, {f"{name}.{part}": array for name in modules for part, array in (("lora_a", a), ("lora_b", b))})

@@ -1,4 +1,4 @@
-"""Writes adapters for mlx-lm, in the form of `_models/lora/other_programs`, and renames those of mlx-lm for PEFT.
+"""Writes adapters for mlx-lm, in the form of `_models/lora/mlx_and_gguf`, and renames those of mlx-lm for PEFT.
 
 All modules have one rank and one scale there: smaller ranks are filled with zeros, and other scalings are multiplied into B.
 `keys` lists the modules in full, so mlx-lm gives factors to no others.
@@ -25,7 +25,7 @@ from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.formats.mlx import STACK
 from weightsmith._models.lora import Adapter
 from weightsmith._models.lora.adapter import Factors
-from weightsmith._models.lora.other_programs import is_of_mlx
+from weightsmith._models.lora.mlx_and_gguf import is_of_mlx
 from weightsmith._models.structure.projections import UNMIXTRAL
 from weightsmith._models.structure.vocabulary import is_head, ties, vocabulary_modules
 from weightsmith._plans import JOIN, PlanDraft, Read, Step

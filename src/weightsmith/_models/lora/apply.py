@@ -26,8 +26,8 @@ from weightsmith._models.lora.adapter import Adapter, Factors, OtherParts
 from weightsmith._models.lora.experts import StackedPlaces, match_stacked, names_of
 from weightsmith._models.lora.forms import as_matrix
 from weightsmith._models.lora.kinds import KINDS
+from weightsmith._models.lora.mlx_and_gguf import in_hub_order, is_of_mlx
 from weightsmith._models.lora.networks import find_places as find_modules
-from weightsmith._models.lora.other_programs import in_hub_order, is_of_mlx
 from weightsmith._models.sources.adapted import Adapted, AdaptedTensor, RowChange, Update
 from weightsmith._models.structure import analyse
 from weightsmith._models.structure.configs import replace_value

@@ -43,8 +43,8 @@ from weightsmith._models.lora.forms import (
     unnamed,
 )
 from weightsmith._models.lora.kinds import KINDS, kind_of_part
+from weightsmith._models.lora.mlx_and_gguf import SUFFIX, is_gguf, is_gguf_adapter, is_mlx
 from weightsmith._models.lora.networks import DENOISER_BLOCKS, PUT_PREFIX, UNKNOWN, network_of
-from weightsmith._models.lora.other_programs import SUFFIX, is_gguf, is_gguf_adapter, is_mlx
 from weightsmith._models.lora.peft_folder import open_peft
 from weightsmith._models.sources.composed import PartTensors, renamed
 

@@ -33,7 +33,7 @@ from weightsmith._models.lora.adapter import (
 from weightsmith._models.lora.config import BIASES, REPAIR, ModulePatterns, check_config
 from weightsmith._models.lora.forms import other_kind
 from weightsmith._models.lora.kinds import KINDS, kind_of_type
-from weightsmith._models.lora.other_programs import MLX_NAME, sort_mlx
+from weightsmith._models.lora.mlx_and_gguf import MLX_NAME, sort_mlx
 from weightsmith._models.sources.composed import WRAPPERS
 from weightsmith._models.structure.configs import finite_number
 from weightsmith.abc.adapter import AdapterKind
