@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +13,12 @@ import pytest
 import torch
 import transformers
 
+from tests import zoo
 from tests.calibration_help import CONFIGS, captured, changed, rows_for, save_model, settings, text_run
 from tests.plan_help import prepare
 from weightsmith._activations.running import PhaseProgress
 from weightsmith._models.formats.exl2.model import prepare_model
+from weightsmith._models.structure.projections import site_of
 
 
 def test_the_progress_of_the_products_of_a_phase_is_one() -> None:
@@ -56,6 +60,45 @@ def test_states_are_those_of_transformers(tmp_path: Path, name: str) -> None:
         model(rows_for(quantize_settings, folder))
     for i in range(3):
         torch.testing.assert_close(torch.from_numpy(arrays[f"states {i}"][0]), entering[i], rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.matrix("mimo2")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "shared_experts"),
+    [("mimo2", ""), ("laguna", "shared_expert"), ("hy-v3", "shared_mlp"), ("phimoe", ""), ("glm-dsa", "shared_experts")],
+)
+def test_hessians_of_models_whose_files_have_other_names_are_those_of_transformers(
+    name: str, shared_experts: str, tmp_path: Path
+) -> None:
+    """Each linear layer outside the experts, which have no module of their own in transformers, gets its own inputs."""
+    sizes = {"index_topk": 16} if name == "glm-dsa" else {}
+    folder, quantize_settings = zoo.save(name, tmp_path / "m", 1, vocab_size=256, **sizes), settings(tmp_path)
+    shutil.copy(save_model(tmp_path / "other") / "tokenizer.json", folder)
+    with prepare({"merge_method": "passthrough", "models": [{"model": str(folder)}]}) as prepared:
+        run = text_run(prepared, quantize_settings)
+        kept = run.forward(lambda layer, states: [run.statistic("gram", layer, states, run.linear(layer))])
+        prepared = prepared.with_plan(replace(prepared.plan, products=kept))
+        arrays = captured(prepared, kept).arrays
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    expected: dict[str, torch.Tensor] = {}
+    for module_name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and not module_name.endswith(("lm_head", "router")):
+            module.register_forward_pre_hook(partial(_add_gram, expected, module_name))
+    with torch.inference_mode():
+        model(rows_for(quantize_settings, folder))
+    grams = {
+        out.name: array for product in kept for out, array in zip(product.outs, arrays.get(product.name, ()), strict=False)
+    }
+    assert not shared_experts or any("shared_experts" in module_name for module_name in expected)
+    for module_name, gram in expected.items():
+        array = grams[f"gram of {site_of(module_name.replace('shared_experts', shared_experts) + '.weight')}"]
+        torch.testing.assert_close(torch.from_numpy(array), gram, rtol=1e-4, atol=1e-4 * float(gram.abs().max()))
+
+
+def _add_gram(sums: dict[str, torch.Tensor], name: str, _module: object, args: tuple[torch.Tensor, ...]) -> None:
+    x = args[0].flatten(0, -2)
+    sums[name] = sums.get(name, 0) + x.T @ x
 
 
 @pytest.mark.matrix("llama")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import threading
 import time
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 import weightsmith
+from tests import zoo
 from tests.calibration_help import (
     CONFIGS,
     TINY,
@@ -628,6 +630,31 @@ def test_a_model_without_a_tokenizer_is_one_error(tmp_path: Path) -> None:
     (folder / "tokenizer.json").unlink()
     with pytest.raises(PlanError, match=r"a text needs the model's tokenizer\.json"):
         quantise(folder, tmp_path / "out", settings(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"indexer_types": ["full", "shared"]}, "rows may have 8 tokens, not 16"),
+        (
+            {"moe_intermediate_size": 24},
+            r"experts\.0\.gate_proj\.weight: \[24, 64\] by its config.json, \[32, 64\] in its files",
+        ),
+    ],
+)
+def test_a_model_that_rows_cannot_run_through_is_refused_before_the_run(
+    changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    """Layers of GLM-5 may attend to the tokens that another layer chose."""
+    source = zoo.save("glm-dsa", tmp_path / "m", 1, **{**TINY_DSA, **changes, "moe_intermediate_size": 32})
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | changes))
+    shutil.copy(save_model(tmp_path / "other") / "tokenizer.json", source)
+    with pytest.raises(PlanError, match=words), prepared_for(source, settings(tmp_path, bits=None, uniform=False), "gptq-4bit"):
+        pass
+
+
+TINY_DSA = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "index_topk": 8, "indexer_types": ["full", "full"]}
 
 
 def test_a_text_that_changed_after_planning_is_an_error(llama: Path, tmp_path: Path) -> None:

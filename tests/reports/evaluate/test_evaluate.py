@@ -134,11 +134,17 @@ def test_models_recipes_and_stored_codes_have_the_numbers_of_transformers(
         "solar-open",
         "deepseek-v32",
         "minimax-m3",
+        "mimo2",
+        "laguna",
+        "hy-v3",
+        "phimoe",
+        "glm-dsa",
     ],
 )
 def test_hybrids_and_biases_of_routers_have_the_numbers_of_transformers(name: str, tmp_path: Path) -> None:
     """transformers keeps these biases as buffers. They are large here, so that others choose other experts."""
-    folder = zoo.save(name, tmp_path / "m", 1, dtype="float32", vocab_size=262)
+    sizes = {"vocab_size": 262} | ({"index_topk": 32} if name == "glm-dsa" else {})
+    folder = zoo.save(name, tmp_path / "m", 1, dtype="float32", **sizes)
     tensors = load_file(folder / "model.safetensors")
     biases = {k: 3 * torch.randn(v.shape) for k, v in tensors.items() if k.endswith(("e_score_correction_bias", "expert_bias"))}
     large = {k: 8 * v for k, v in tensors.items() if k.endswith(("down_proj.weight", "w2.weight", "lm_head.weight"))}

@@ -28,6 +28,7 @@ from weightsmith._activations.decoder.channels import scalable
 from weightsmith._activations.decoder.unfused import put_back, unfuse
 from weightsmith._base.errors import ShapeError, Unsupported, WeightsmithError, first_line
 from weightsmith._base.tensors import TensorSpec
+from weightsmith._models.formats.fused_experts import names_in_files
 from weightsmith._models.structure.configs import decoded_floats
 from weightsmith._models.structure.projections import role_of
 
@@ -110,6 +111,7 @@ class Decoder:
         Memory: one layer in float32 (on the CPU, and on the device if different), and five times [all tokens, hidden]
         float32.
         """
+        self._check_tokens(max(map(len, prompts)))
         with torch.inference_mode():
             batches = [_Batch(prompts, chosen, device) for chosen in _batches(prompts, batch_tokens)]
             self._begin(source, batches, prompts, device)
@@ -169,17 +171,14 @@ class Decoder:
         Raises ShapeError if its tensors are not those of the module.
         """
         overrides = overrides or {}
-        layer, prefix = self._layers[i], f"{self._base.prefix}{i}."
+        layer = self._layers[i]
+        self._check_tokens(tokens)
         shapes = {name: spec.shape for name, spec in source.specs.items()}
         narrowing = source.specs.values() if self._base.arithmetic == "bfloat16" else ()
         narrow = {spec.name for spec in narrowing if role_of(spec) == "linear"}
-        with _Weightless():
-            names, replaced = unfuse(layer, prefix, shapes)
+        names, replaced = self._unfuse(i, shapes)
         try:
-            shapes_by_config = {names[name]: tuple(parameter.shape) for name, parameter in layer.named_parameters()}
-            if wrong := _wrong_shapes(shapes_by_config, shapes):
-                fix = f"check its config.json{self._base.instead}"
-                raise ShapeError(_MISMATCH, where=self._base.label, details=wrong, fix=fix)
+            self._check_shapes(_shapes_in(layer, names), shapes)
             self._to(device)
             with torch.no_grad():
                 hidden = torch.zeros(1, tokens, self._base.hidden, device=device)
@@ -201,11 +200,25 @@ class Decoder:
                     module.__dict__.pop("forward", None)
             put_back(layer, replaced)
 
+    def check(self, shapes: Mapping[str, tuple[int, ...]], tokens: int) -> None:
+        """Raise an error if rows of so many tokens cannot run through this model. It needs no weights.
+
+        shapes  of all the model's tensors, by name
+
+        Raises ShapeError if the tensors are not those of the modules; Unsupported as `layer`.
+        """
+        self._check_tokens(tokens)
+        expected = _shapes_in(self._whole, self.head_weights)
+        for i, layer in enumerate(self._layers):
+            names, replaced = self._unfuse(i, shapes)
+            expected |= _shapes_in(layer, names)
+            put_back(layer, replaced)
+        self._check_shapes(expected, shapes)
+
     def scalable(self, i: int, shapes: Mapping[str, tuple[int, ...]]) -> list[Features]:
         """The features of layer i that can be scaled. It needs no weights. shapes: of all the model's tensors, by name."""
-        layer, prefix = self._layers[i], f"{self._base.prefix}{i}."
-        with _Weightless():
-            names, replaced = unfuse(layer, prefix, dict(shapes))
+        layer = self._layers[i]
+        names, replaced = self._unfuse(i, shapes)
         try:
             for name, parameter in list(layer.named_parameters()):
                 if not parameter.is_meta:
@@ -249,10 +262,7 @@ class Decoder:
         shapes = {name: tuple(tensor.shape) for name, tensor in ready.items()}
         if overrides is None:
             shapes = {name: spec.shape for name, spec in source.specs.items()}
-        if wrong := _wrong_shapes(
-            {stored: tuple(self._whole.get_parameter(name).shape) for name, stored in names.items()}, shapes
-        ):
-            raise ShapeError(_MISMATCH, where=self._base.label, details=wrong, fix=f"check its config.json{self._base.instead}")
+        self._check_shapes(_shapes_in(self._whole, names), shapes)
         self._to(device)
         with torch.no_grad(), _loaded(self._whole, names if overrides is None else {}, _Memory(source, device)):
             for name, stored in names.items() if overrides is not None else ():
@@ -285,18 +295,15 @@ class Decoder:
         """
         table, shapes = self._name(self._embedding), {name: spec.shape for name, spec in source.specs.items()}
         outside, memory = {**self.head_weights, table: table}, _Memory(source, device)
-        expected = {stored: tuple(self._whole.get_parameter(name).shape) for name, stored in outside.items()}
+        expected = _shapes_in(self._whole, outside)
         layers: list[tuple[nn.Module, dict[str, str]]] = []
         with torch.no_grad(), ExitStack() as stack:
             for i, layer in enumerate(self._layers):
-                with _Weightless():
-                    names, replaced = unfuse(layer, f"{self._base.prefix}{i}.", shapes)
+                names, replaced = self._unfuse(i, shapes)
                 stack.callback(put_back, layer, replaced)
-                expected |= {names[name]: tuple(parameter.shape) for name, parameter in layer.named_parameters()}
+                expected |= _shapes_in(layer, names)
                 layers.append((layer, names))
-            if wrong := _wrong_shapes(expected, shapes):
-                fix = f"check its config.json{self._base.instead}"
-                raise ShapeError(_MISMATCH, where=self._base.label, details=wrong, fix=fix)
+            self._check_shapes(expected, shapes)
             self._to(device)
             stack.enter_context(_loaded(self._whole, outside, memory))
             if turns is None:
@@ -308,6 +315,26 @@ class Decoder:
                     stack.callback(layer.__dict__.pop, "forward")
                     layer.forward = turns.within(i, layer.forward)
             yield self._whole
+
+    def _unfuse(self, i: int, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, str], dict[str, nn.Module]]:
+        """`unfuse` of layer i. shapes: of all the model's tensors, by name."""
+        with _Weightless():
+            return unfuse(self._layers[i], f"{self._base.prefix}{i}.", shapes, names_in_files(self._body.config.model_type))
+
+    def _check_shapes(self, by_config: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise ShapeError, unless a model has the tensors that the module needs. Both: shapes by stored name."""
+        if wrong := _wrong_shapes(by_config, stored):
+            fix = f"check its config.json{self._base.instead}"
+            raise ShapeError(_MISMATCH, where=self._base.label, details=wrong, fix=fix)
+
+    def _check_tokens(self, tokens: int) -> None:
+        """Raise Unsupported for rows of so many tokens, if layers would need the tokens that an earlier one has chosen."""
+        config = self._body.config
+        most = getattr(config, "index_topk", tokens)
+        if tokens > most and "shared" in (getattr(config, "indexer_types", None) or ()):
+            what = f"some of its layers attend to {most:,} tokens that another one chose ('shared' in indexer_types)"
+            what += f", and layers run one by one here: rows may have {most:,} tokens, not {tokens:,}"
+            raise Unsupported(what, where=self._base.label, fix=f"use rows of {most:,} tokens{self._base.instead}")
 
     @property
     def head_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -560,6 +587,11 @@ def _has_bfloat16() -> bool:
 _MISMATCH = "the tensors do not match the model that transformers builds from config.json"
 
 
+def _shapes_in(module: nn.Module, names: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    """The shapes of parameters by stored name. names: the module's → stored."""
+    return {stored: tuple(module.get_parameter(name).shape) for name, stored in names.items()}
+
+
 def _wrong_shapes(by_config: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]) -> list[str]:
     """The first five tensors that are missing or have another shape."""
     wrong = [
@@ -606,13 +638,13 @@ def record(body: Any, layers: nn.ModuleList, **inputs: Tensor) -> tuple[Tensor, 
     calls: list[Call] = []
     entering: list[Tensor] = []
 
-    def note(*args: Any, **kwargs: Any) -> Tensor:
+    def note(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, Tensor]:
         hidden = _first(args, kwargs)
         entering.append(hidden)
         calls.append((args[1:], {key: value for key, value in kwargs.items() if key != "hidden_states"}))
         if len(calls) == len(layers):
             raise _Recorded
-        return hidden
+        return _leaving(hidden, kwargs)
 
     for layer in layers:
         layer.forward = note
@@ -624,6 +656,21 @@ def record(body: Any, layers: nn.ModuleList, **inputs: Tensor) -> tuple[Tensor, 
             del layer.forward
     assert len(calls) == len(layers)
     return entering[0], calls
+
+
+_CHOSEN = "prev_topk_indices"
+"""An argument of the layers of GLM-5, which also give the next layer the tokens that each token attends to."""
+
+
+def _leaving(states: Tensor, kwargs: Mapping[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
+    """What a layer that does not run gives the body, for states [rows, tokens, hidden]: where it chooses tokens, all of them.
+
+    kwargs  that it is called with
+    """
+    if _CHOSEN not in kwargs:
+        return states
+    rows, tokens, _ = states.shape
+    return states, torch.arange(tokens, dtype=torch.int32, device=states.device).expand(rows, tokens, tokens)
 
 
 @contextmanager
@@ -641,7 +688,7 @@ def _skipped(layers: nn.ModuleList) -> Iterator[Callable[[Tensor], contextlib.Ab
 
     try:
         for layer in layers:
-            layer.forward = lambda *_args, **_kwargs: thread.states
+            layer.forward = lambda *_args, **kwargs: _leaving(thread.states, kwargs)
         yield leave
     finally:
         for layer in layers:

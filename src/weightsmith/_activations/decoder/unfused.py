@@ -7,15 +7,14 @@ its own inputs, weights and hooks.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from weightsmith._models.structure.projections import FUSED, MIXTRAL
-
-_ROUTER_BIAS = "e_score_correction_bias"
 
 
 class Expert(nn.Module):  # type: ignore[misc,unused-ignore]  # torch has no types for it
@@ -79,11 +78,14 @@ class Parts(nn.Module):  # type: ignore[misc,unused-ignore]
         return torch.cat([self.get_submodule(name)(x) for name in self.names], dim=-1)
 
 
-def unfuse(layer: nn.Module, prefix: str, shapes: dict[str, tuple[int, ...]]) -> tuple[dict[str, str], dict[str, nn.Module]]:
+def unfuse(
+    layer: nn.Module, prefix: str, shapes: Mapping[str, tuple[int, ...]], renamed: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, nn.Module]]:
     """Replace the fused modules of a layer whose matrices are stored apart.
 
-    prefix  of the layer's tensors: `model.layers.3.`
-    shapes  of all stored tensors
+    prefix   of the layer's tensors: `model.layers.3.`
+    shapes   of all stored tensors
+    renamed  ends of names: in the module → in files, if they are not the same
 
     Returns parameter name → stored name, and the modules that were replaced, for `put_back`.
     """
@@ -99,15 +101,15 @@ def unfuse(layer: nn.Module, prefix: str, shapes: dict[str, tuple[int, ...]]) ->
             heights = [shapes.get(f"{prefix}{within}{part}.weight", (0,))[0] for part in parts]
             setattr(layer.get_submodule(owner), leaf, Parts(module, parts, heights))
             replaced[name] = module
-    _take_stored_buffers(layer, prefix, shapes)
-    return {name: prefix + stored_name(name, prefix, shapes) for name, _ in layer.named_parameters()}, replaced
+    _take_stored_buffers(layer, prefix, shapes, renamed)
+    return {name: prefix + stored_name(name, prefix, shapes, renamed) for name, _ in layer.named_parameters()}, replaced
 
 
-def _take_stored_buffers(layer: nn.Module, prefix: str, shapes: Collection[str]) -> None:
+def _take_stored_buffers(layer: nn.Module, prefix: str, shapes: Collection[str], renamed: Mapping[str, str]) -> None:
     """Make parameters of the buffers that a checkpoint stores numbers for, such as biases of routers: they are loaded then."""
     kept = layer.state_dict(keep_vars=True).keys()
     for name, buffer in list(layer.named_buffers()):
-        if name in kept and buffer.is_floating_point() and prefix + stored_name(name, prefix, shapes) in shapes:
+        if name in kept and buffer.is_floating_point() and prefix + stored_name(name, prefix, shapes, renamed) in shapes:
             owner, _, leaf = name.rpartition(".")
             module = layer.get_submodule(owner)
             delattr(module, leaf)
@@ -121,8 +123,10 @@ def put_back(layer: nn.Module, replaced: dict[str, nn.Module]) -> None:
         setattr(layer.get_submodule(owner), leaf, module)
 
 
-def stored_name(name: str, prefix: str, stored: Collection[str]) -> str:
+def stored_name(name: str, prefix: str, stored: Collection[str], renamed: Mapping[str, str] = MappingProxyType({})) -> str:
     """A parameter's name in the checkpoint: without the module of fused parts, and with Mixtral's names of experts.
+
+    renamed  as for `unfuse`
 
     >>> stored_name("self_attn.qkv_proj.q_proj.weight", "l.", ())
     'self_attn.q_proj.weight'
@@ -130,19 +134,16 @@ def stored_name(name: str, prefix: str, stored: Collection[str]) -> str:
     'block_sparse_moe.experts.3.w3.weight'
     >>> stored_name("feed_forward.experts.3.up_proj.weight", "l.", {"l.feed_forward.experts.3.w3.weight"})
     'feed_forward.experts.3.w3.weight'
-    >>> stored_name("mlp.gate.e_score_correction_bias", "l.", {"l.mlp.e_score_correction_bias"})
-    'mlp.e_score_correction_bias'
+    >>> stored_name("self_attn.sinks", "l.", {"l.self_attn.sink_bias"}, {"self_attn.sinks": "self_attn.sink_bias"})
+    'self_attn.sink_bias'
     """
     parts = name.split(".")
     if len(parts) > 2 and parts[-3] in FUSED and parts[-2] in FUSED[parts[-3]]:
         del parts[-3]
     plain = ".".join(parts)
-    if prefix + plain not in stored:
-        beside = ".".join(part for part in parts if part != "gate")  # biases of routers: K-EXAONE, ERNIE
-        if parts[-1] == _ROUTER_BIAS and prefix + beside in stored:
-            return beside
-        renamed = [MIXTRAL.get(part, part) for part in parts[1:]]
-        for first in (parts[0], "block_sparse_moe") if parts[0] == "mlp" else (parts[0],):
-            if prefix + (mixtral := ".".join([first, *renamed])) in stored:
-                return mixtral
-    return plain
+    if prefix + plain in stored:
+        return plain
+    in_files = renamed.get(plain, plain)
+    mixtral = ".".join([parts[0], *(MIXTRAL.get(part, part) for part in parts[1:])])
+    others = (in_files, mixtral, f"block_sparse_moe.{mixtral.removeprefix('mlp.')}" if parts[0] == "mlp" else mixtral)
+    return next((other for other in others if prefix + other in stored), plain)

@@ -114,6 +114,15 @@ FAMILIES: Mapping[str, _Family] = {
 experts of other types too, but renames more of their tensors, or has room for experts without any (LongCat Flash)."""
 
 
+def names_in_files(model_type: str) -> Mapping[str, str]:
+    """Ends of names in transformers' memory that files on the Hub have under other names, outside the experts.
+
+    >>> names_in_files("mimo_v2_flash"), names_in_files("llama")
+    ({'self_attn.sinks': 'self_attn.attention_sink_bias'}, {})
+    """
+    return FAMILIES.get(model_type, _QWEN).renamed
+
+
 def with_single_experts(source: Tensors, config: Mapping[str, Any], where: str) -> Tensors:
     """The tensors as the model's files on the Hub have them; `source` itself if no experts are joined, or in another layout.
 

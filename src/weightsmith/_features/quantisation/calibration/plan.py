@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from weightsmith._activations.decoder import Features
 from weightsmith._activations.model import TextRun, result_of, text_for
 from weightsmith._activations.rows import BUILT_IN
-from weightsmith._base.errors import PlanError, Unsupported
+from weightsmith._base.errors import PlanError, Unsupported, as_plan_error
 from weightsmith._base.files import show
 from weightsmith._base.idioms import grouped
 from weightsmith._base.options import named
@@ -55,10 +55,6 @@ def measure_activations(
     chain = Chain(plain, settings, instead=instead)
     if cache is not None:
         check_cache(chain)
-    if cache is not None or not calibrates:
-        from weightsmith._activations.running import decoder_of
-
-        decoder_of(chain.base)  # refuses what transformers cannot build
     if calibrates:
         calibrate(chain, draft, cache=cache, storable=frozenset(encodable(plain.draft, encoding.name)))
     else:
@@ -199,6 +195,12 @@ class Chain(TextRun):
             self.base = replace(self.base, arithmetic="bfloat16")
         self._engine = settings.engine
         self.awq_scales = settings.awq_scales
+
+    def add_to(self, draft: PlanDraft, products: Iterable[Product]) -> None:
+        """As `TextRun.add_to`. Raises PlanError for a model that transformers cannot build, or that has other tensors."""
+        with as_plan_error():
+            self._decoder.check(self._shapes, self.text.tokens)
+        super().add_to(draft, products)
 
     def measure(self, draft: PlanDraft, products: Iterable[Product], format: str, settings: QuantizeSettings) -> None:
         """Add a measurement to a draft, from which `Format.follow` makes another plan."""
