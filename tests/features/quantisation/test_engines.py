@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import pytest
 import weightsmith
 from tests.cli_help import Cli, cli
 from tests.mini import write_checkpoint
+from tests.zoo import ZOO
 from weightsmith._base.errors import PlanError
 from weightsmith._features.quantisation.formats import FORMATS
+from weightsmith._models.formats.config import older_config
 from weightsmith._models.formats.engines import ENGINE_NAMES, ENGINES, SUPPORT, engines_of, find_support
 
 pytestmark = pytest.mark.reader
@@ -176,6 +179,21 @@ def test_the_rope_is_where_exllamav2_and_mlx_lm_look(format_: str, key: str, oth
     assert other not in config["rope_scaling"]
     assert config["rope_parameters"] == rope
     assert "rope_theta" not in plan(model, "w4a16").config
+
+
+@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("name", ["gemma3-text", "gemma4", "laguna", "mellum", "mimo2", "olmo3", "qwen3"])
+def test_older_keys_change_no_rope_in_transformers(name: str, linear: bool) -> None:
+    """Some of these have settings for each kind of layers."""
+    import transformers
+
+    _, config_class, arguments = ZOO[name]
+    kind = getattr(transformers, config_class)
+    config = json.loads(kind(**arguments).to_json_string(use_diff=False))
+    rope = config["rope_parameters"]
+    if linear:
+        rope.get("full_attention", rope).update({"rope_type": "linear", "factor": 4.0})
+    assert kind.from_dict(older_config(config)).rope_parameters == kind.from_dict(config).rope_parameters
 
 
 @pytest.mark.parametrize("format_", ["gptq-4bit", "mlx-4bit"])

@@ -143,6 +143,10 @@ def plain_dtype(config: Mapping[str, Any], default: DType = DTYPES["BF16"]) -> D
 
 _DROPPED = ("rope_theta", "type", "rope_type", "partial_rotary_factor")
 
+_SCALED_IN_FULL = ("gemma3", "olmo3")
+"""Beginnings of types whose `rope_scaling` is that of layers that attend to everything. In others (Gemma 4, Laguna, MiMo V2),
+transformers takes it in place of what `rope_parameters` says of each kind of layers, also if it is None."""
+
 
 def older_config(config: Mapping[str, Any], scaling_key: str = "rope_type") -> dict[str, Any]:
     """A config.json with `rope_theta`, `rope_scaling` and other older keys, also of its `text_config`.
@@ -184,6 +188,8 @@ def _rope(config: Mapping[str, Any], scaling_key: str) -> dict[str, Any]:
     if config.get("model_type") == "gpt_neox":
         names = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
         older |= {name: older[key] for key, name in names.items() if key in older}
+    if main is full and not str(config.get("model_type")).startswith(_SCALED_IN_FULL):
+        return older
     kind = main.get("rope_type", main.get("type"))
     older["rope_scaling"] = None
     if kind not in (None, "default"):
