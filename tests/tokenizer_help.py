@@ -78,6 +78,7 @@ def write(folder: Path, content: Mapping[str, bytes]) -> None:
     """Write files into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in content.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(data)
 
 

@@ -19,7 +19,7 @@ from tests.plan_help import prepare
 from weightsmith import _methods as methods
 from weightsmith._execution import cards
 from weightsmith._execution.cards import cite, entries, model_card
-from weightsmith._files.containers import GGUF, GGUF_ADAPTER, MLX_ADAPTER
+from weightsmith._files.containers import GGUF, GGUF_ADAPTER, MLX_ADAPTER, PEFT
 from weightsmith._files.hf_folder import read_card
 
 CONFIG = {"model_type": "llama", "num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}
@@ -179,6 +179,111 @@ def test_how_other_models_are_loaded(here: Path, config: Any, carried: tuple[str
         ast.parse(code[0])
         assert expected in code[0]
         assert "Tokenizer" not in code[0]
+
+
+POOLED = ("1_Pooling/config.json", "modules.json", "tokenizer.json")
+DIFFUSERS_CLASS = {"_class_name": "UNet2DConditionModel"}
+VISION: dict[str, Any] = {"architectures": ["Qwen2_5_VLForConditionalGeneration"]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "library", "expected"),
+    [
+        ({"carried": POOLED}, "sentence-transformers", 'model = SentenceTransformer("merged")'),
+        ({"carried": (), "files": {"modules.json": b"[]"}}, "sentence-transformers", 'model = SentenceTransformer("merged")'),
+        (
+            {"files": {"modules.json": b"[]", "config_sentence_transformers.json": b'{"model_type": "SparseEncoder"}'}},
+            "sentence-transformers",
+            'model = SparseEncoder("merged")',
+        ),
+        (
+            {"files": {"config_sentence_transformers.json": b'{"model_type": "os.system"}'}},
+            "sentence-transformers",
+            'model = SentenceTransformer("merged")',
+        ),
+        (
+            {"config": None, "carried": ("model_index.json",)},
+            "diffusers",
+            'DiffusionPipeline.from_pretrained("merged", torch_dtype=torch.float32)',
+        ),
+        ({"config": DIFFUSERS_CLASS}, "diffusers", 'UNet2DConditionModel.from_pretrained("merged", torch_dtype=torch.float32)'),
+        ({"config": {"_class_name": "x; import os"}}, "diffusers", None),
+        (
+            {"config": VISION, "carried": ("preprocessor_config.json", "tokenizer.json")},
+            "transformers",
+            'processor = AutoProcessor.from_pretrained("merged")',
+        ),
+    ],
+)
+def test_the_library_that_loads_it_is_named(here: Path, changes: dict[str, Any], library: str, expected: str | None) -> None:
+    """Pooling, and the other parts of a pipeline, would be lost by a loader of the weights alone."""
+    front, body = card(**changes)
+    assert front["library_name"] == library
+    code = blocks(body, "python")
+    assert len(code) == (expected is not None)
+    if expected is not None:
+        ast.parse(code[0])
+        assert expected in code[0]
+        assert "AutoTokenizer" not in code[0]
+        assert ("AutoModel" in code[0]) is False
+
+
+def test_the_class_of_an_encoder_is_that_of_the_file_that_is_copied(here: Path) -> None:
+    Path("base/config_sentence_transformers.json").write_text('{"model_type": "CrossEncoder"}')
+    weightsmith.merge(RECIPE, "out", progress=False, fsync=False)
+    assert 'model = CrossEncoder("out")' in Path("out/README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("format", "library", "words"),
+    [
+        ("mlx-4bit", "mlx", "mlx_lm.generate --model merged --prompt Hello"),
+        ("exl3", None, "Programs that load it: exllamav3 (TabbyAPI)."),
+        ("exl2", None, "Programs that load it: ExLlamaV2."),
+        ("fp8-dynamic", "transformers", "AutoModelForCausalLM.from_pretrained"),
+    ],
+)
+def test_a_format_that_transformers_does_not_load_is_loaded_by_another_program(
+    here: Path, format: str, library: str | None, words: str
+) -> None:
+    with prepare(RECIPE) as prepared:
+        provenance = replace(prepared.plan.provenance, format=format)
+    front, body = card(provenance=provenance)
+    assert front.get("library_name") == library
+    assert words in body
+    assert ("AutoModelForCausalLM" in body) == (library == "transformers")
+
+
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [
+        ("CAUSAL_LM", "AutoModelForCausalLM"),
+        ("SEQ_CLS", "AutoModelForSequenceClassification"),
+        ("FEATURE_EXTRACTION", "AutoModel"),
+        (None, None),
+    ],
+)
+def test_the_base_of_an_adapter_is_loaded_for_its_task(here: Path, task: str | None, expected: str | None) -> None:
+    front, body = card(container=PEFT, config={"base_model_name_or_path": "org/base", "task_type": task})
+    assert front["library_name"] == "peft"
+    (code,) = blocks(body, "python")
+    ast.parse(code)
+    assert (f'base = {expected}.from_pretrained("org/base", ' in code) == (expected is not None)
+    assert ("AutoModel" in code) == (expected is not None)
+    assert 'PeftModel.from_pretrained(base, "merged")' in code
+
+
+def test_what_all_inputs_say_of_task_and_language_stays(here: Path) -> None:
+    for name in ("base", "a", "b"):
+        write_card(name, "pipeline_tag: image-text-to-text\nlanguage:\n- en\n- de")
+    front, _ = card(config=VISION)
+    assert (front["pipeline_tag"], front["language"]) == ("image-text-to-text", ["en", "de"])
+    write_card("b", "language: en")
+    front, _ = card(config=VISION)
+    assert front["pipeline_tag"] == "image-text-to-text", "a card that names none does not count"
+    assert "language" not in front
+    write_card("b", "pipeline_tag: 'x`<b>'\nlanguage: ['x`']")
+    assert {"pipeline_tag", "language"}.isdisjoint(card(config=VISION)[0])
 
 
 @pytest.mark.slow

@@ -31,7 +31,11 @@ from weightsmith._files.containers import (
     ShardLayout,
 )
 from weightsmith._files.hf_folder import hub_id_of, read_card
+from weightsmith._files.subfolders import MODULES, PIPELINE
 from weightsmith._models.checkpoint import Checkpoint
+from weightsmith._models.structure.configs import of_diffusers
+from weightsmith._models.tokenizers.files import settings_in, settings_of
+from weightsmith._planning.planner.steps import main_dtype
 from weightsmith._plans import PLAIN, ModelInput, Plan
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
@@ -107,7 +111,7 @@ def model_card(
 {_sentences(plan.provenance.title)}
 
 {_sentences(plan.provenance.source)}
-{_quantised(plan)}{_usage(plan, *(repo.split("@") if repo else [name]))}
+{_quantised(plan)}{_usage(plan, inputs, *(repo.split("@") if repo else [name]))}
 ## Models
 
 {models}
@@ -147,6 +151,54 @@ def _parts(plan: Plan, inputs: Sequence[Checkpoint]) -> Iterator[_CardPart]:
 
 _LIBRARIES = {PEFT: "peft", DIFFUSERS_LORA: "diffusers", MLX_ADAPTER: "mlx"}
 """Container of an adapter → the library that loads it, as the Hub names it."""
+_SHARED_KEYS = ("pipeline_tag", "language")
+_ENCODERS = "config_sentence_transformers.json"
+_ENCODER_CLASSES = ("SentenceTransformer", "CrossEncoder", "SparseEncoder", "MultiVectorEncoder")
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+_TASKS = {
+    "CAUSAL_LM": "AutoModelForCausalLM",
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+    "FEATURE_EXTRACTION": "AutoModel",
+}
+"""PEFT's `task_type` → the class of the base."""
+
+
+def _library(plan: Plan) -> str:
+    """The library that loads the output, as the Hub names it; "" where none does, or none is known."""
+    if plan.container in _LIBRARIES:
+        return _LIBRARIES[plan.container]
+    if plan.container != SAFETENSORS:
+        return "" if plan.config is None else "gguf"
+    names = {*plan.carried, *plan.files}
+    if plan.config is None:
+        return "diffusers" if PIPELINE in names else ""
+    if of_diffusers(plan.config):
+        return "diffusers"
+    engines = _engines(plan)
+    if engines and "transformers" not in engines:
+        return "mlx" if "mlx-lm" in engines else ""
+    return "sentence-transformers" if {MODULES, _ENCODERS} & names else "transformers"
+
+
+def _engines(plan: Plan) -> dict[str, str]:
+    """The programs that load the format of the output, with their titles; {} for plain weights, and where that is not known."""
+    from weightsmith._models.formats.engines import engines_of
+
+    return {engine.name: engine.title for engine in engines_of(plan.provenance.format)} if plan.provenance.format else {}
+
+
+def _shared(parts: Sequence[_CardPart]) -> dict[str, Any]:
+    """What the inputs' cards say of task and language, as far as those that say something agree."""
+    shared = {}
+    for key in _SHARED_KEYS:
+        values = [part.card[key] for part in parts if key in part.card]
+        listed = values[0] if values and isinstance(values[0], list) else values[:1]
+        if listed and all(value == values[0] for value in values) and all(map(_is_plain, listed)):
+            shared[key] = values[0]
+    return shared
 
 
 def _front(plan: Plan, parts: Sequence[_CardPart]) -> dict[str, Any]:
@@ -157,12 +209,11 @@ def _front(plan: Plan, parts: Sequence[_CardPart]) -> dict[str, Any]:
     licences = {part.licence for part in parts}
     if len(licences) == 1:
         front |= {key: value for key, value in zip(_LICENCE_KEYS, licences.pop(), strict=False) if value}
-    if plan.container in _LIBRARIES:
-        front["library_name"] = _LIBRARIES[plan.container]
-    elif plan.config is not None:
-        front["library_name"] = "transformers" if plan.container == SAFETENSORS else "gguf"
-        if _architecture(plan).endswith("ForCausalLM"):
-            front["pipeline_tag"] = "text-generation"
+    if library := _library(plan):
+        front["library_name"] = library
+    if plan.container not in ADAPTERS and _architecture(plan).endswith("ForCausalLM"):
+        front["pipeline_tag"] = "text-generation"
+    front |= _shared(parts)
     tags = [plan.provenance.relation, "weightsmith", plan.provenance.name.rpartition(":")[2]]
     tags += ["lora"] if plan.container in ADAPTERS else []
     return {**front, "tags": list(dict.fromkeys(filter(None, tags)))}
@@ -176,19 +227,11 @@ def _licences(parts: Sequence[_CardPart]) -> str:
     return "\n## Licences of the inputs\n\n" + "\n".join(f"* {linked}: {text}" for linked, text in named.items()) + "\n"
 
 
-def _usage(plan: Plan, name: str, branch: str = "") -> str:
+def _usage(plan: Plan, inputs: Sequence[Checkpoint], name: str, branch: str = "") -> str:
     """How to load it; "" where that is not known."""
     at = f", revision={json.dumps(branch)}" if branch else ""
     if plan.container == PEFT:
-        base = json.dumps(_base_of_adapter(plan).ref)
-        usage = _block(
-            "python",
-            "from peft import PeftModel",
-            "from transformers import AutoModelForCausalLM",
-            "",
-            f'base = AutoModelForCausalLM.from_pretrained({base}, dtype="auto", device_map="auto")',
-            f"model = PeftModel.from_pretrained(base, {_quoted(name)}{at})",
-        )
+        usage = _with_peft(plan, name, at)
     elif plan.container == DIFFUSERS_LORA:
         usage = _block("python", f"pipeline.load_lora_weights({_quoted(name)}{at})")
     elif plan.container == MLX_ADAPTER:
@@ -197,7 +240,7 @@ def _usage(plan: Plan, name: str, branch: str = "") -> str:
         file = _shell_word(f"{name}/{plan.layout.shards[0].name}")
         usage = _block("bash", f"llama-cli -m base.gguf --lora {file}")
     else:
-        usage = _with_gguf(plan, name) if plan.container == GGUF else _with_transformers(plan, name, at)
+        usage = _with_gguf(plan, name) if plan.container == GGUF else _with_library(plan, inputs, name, at)
     return f"\n## Usage\n\n{usage}\n" if usage else ""
 
 
@@ -220,6 +263,56 @@ def _with_gguf(plan: Plan, name: str) -> str:
     return _block("bash", f"llama-cli -m {files[0]}")
 
 
+def _with_peft(plan: Plan, name: str, at: str) -> str:
+    """How PEFT loads an adapter. at: the argument for its branch."""
+    base, loader = json.dumps(_base_of_adapter(plan).ref), _TASKS.get(str((plan.config or {}).get("task_type")))
+    model = f"model = PeftModel.from_pretrained(base, {_quoted(name)}{at})"
+    if loader is None:
+        return _block("python", "from peft import PeftModel", "", f"# base: the model {base}, loaded with its own class", model)
+    return _block(
+        "python",
+        "from peft import PeftModel",
+        f"from transformers import {loader}",
+        "",
+        f'base = {loader}.from_pretrained({base}, dtype="auto", device_map="auto")',
+        model,
+    )
+
+
+def _with_library(plan: Plan, inputs: Sequence[Checkpoint], name: str, at: str) -> str:
+    """How a model in safetensors files is loaded; "" where that is not known. at: the argument for its branch."""
+    library, engines, names = _library(plan), _engines(plan), {*plan.carried, *plan.files}
+    if library == "diffusers":
+        return _with_diffusers(plan, name, at)
+    if library == "mlx":
+        program = "mlx_vlm" if names.intersection(_PROCESSORS) else "mlx_lm"
+        return _block("bash", f"{program}.generate --model {_shell_word(name)} --prompt Hello")
+    if library == "sentence-transformers":
+        settings = settings_in(plan.files.get(_ENCODERS, b"{}"))
+        if plan.donor < len(inputs):
+            settings = settings_of(inputs[plan.donor].folder, plan.carried, _ENCODERS) or settings
+        stated = settings.get("model_type")
+        loader = next((each for each in _ENCODER_CLASSES if each == stated), _ENCODER_CLASSES[0])
+        argument = ", trust_remote_code=True" if "auto_map" in (plan.config or {}) else ""
+        lines = [f"from sentence_transformers import {loader}", "", f"model = {loader}({_quoted(name)}{at}{argument})"]
+        return _block("python", *lines)
+    if engines and "transformers" not in engines:
+        return f"Programs that load it: {', '.join(engines.values())}."
+    return _with_transformers(plan, name, at)
+
+
+def _with_diffusers(plan: Plan, name: str, at: str) -> str:
+    """How diffusers loads a pipeline, or one of its networks; "" for a class without a usual name."""
+    loader = "DiffusionPipeline" if plan.config is None else str(plan.config.get("_class_name"))
+    if not loader.isidentifier():
+        return ""
+    dtype = main_dtype(spec for shard in plan.layout.shards for spec in shard.tensors)
+    argument = "" if dtype is None else f", torch_dtype=torch.{dtype.torch}"
+    target = "pipeline" if plan.config is None else "model"
+    imports = [*(["import torch"] if argument else []), f"from diffusers import {loader}"]
+    return _block("python", *imports, "", f"{target} = {loader}.from_pretrained({_quoted(name)}{at}{argument})")
+
+
 def _with_transformers(plan: Plan, name: str, at: str) -> str:
     """How transformers loads it; "" where that is not known. at: the argument for its branch."""
     architecture, custom = _architecture(plan), "auto_map" in (plan.config or {})
@@ -227,12 +320,14 @@ def _with_transformers(plan: Plan, name: str, at: str) -> str:
         return ""
     loader = "AutoModelForCausalLM" if architecture.endswith("ForCausalLM") else "AutoModel" if custom else architecture
     argument = ", trust_remote_code=True" if custom else ""
-    tokenizer = any(file.startswith(("tokenizer", "vocab", "spiece", "tekken")) for file in (*plan.carried, *plan.files))
-    lines = [f"from transformers import {', '.join(sorted([loader, *(['AutoTokenizer'] if tokenizer else [])]))}", ""]
-    if tokenizer:
-        lines.append(f"tokenizer = AutoTokenizer.from_pretrained({_quoted(name)}{at}{argument})")
+    files = (*plan.carried, *plan.files)
+    tokenizer = any(file.startswith(("tokenizer", "vocab", "spiece", "tekken")) for file in files)
+    helper = "Processor" if {*files}.intersection(_PROCESSORS) else "Tokenizer" if tokenizer else ""
+    lines = [f"from transformers import {', '.join(sorted([loader, *([f'Auto{helper}'] if helper else [])]))}", ""]
+    if helper:
+        lines.append(f"{helper.lower()} = Auto{helper}.from_pretrained({_quoted(name)}{at}{argument})")
     lines.append(f'model = {loader}.from_pretrained({_quoted(name)}{at}, dtype="auto", device_map="auto"{argument})')
-    if tokenizer and loader == "AutoModelForCausalLM":
+    if helper == "Tokenizer" and loader == "AutoModelForCausalLM":
         lines += [
             'inputs = tokenizer("Hello", return_tensors="pt").to(model.device)',
             "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0], skip_special_tokens=True))",

@@ -354,6 +354,38 @@ def test_more_tokens_are_saved_whole_with_the_tokenizer(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "in/config.json").read_text())["vocab_size"] == TOKENS + 3
 
 
+@pytest.mark.parametrize("layout", ["peft", "vllm"])
+def test_a_tokenizer_that_differs_from_the_base_s_goes_with_the_adapter(layout: str, tmp_path: Path) -> None:
+    """A chat template is in no tensor: without it, the adapter of a chat model is of no use."""
+    model, fine = base(tmp_path / "base"), base(tmp_path / "fine")
+    tensors = {n: a.astype(BF16) for n, a in base_tensors().items()} | {f"{Q}.weight": normal(H, H, seed=2).astype(BF16)}
+    write_checkpoint(fine, tensors, {**LLAMA, "num_hidden_layers": 2})
+    for folder in (model, fine):
+        (folder / "tokenizer.json").write_text("{}")
+        (folder / "generation_config.json").write_text("{}")
+    (model / "tokenizer_config.json").write_text("{}")
+    same = extract(fine, model, tmp_path / "same", layout=layout)
+    assert not (same.out / "tokenizer.json").exists()
+    (fine / "chat_template.jinja").write_text("chat")
+    extraction = extract(fine, model, tmp_path / "out", layout=layout)
+    assert (extraction.out / "chat_template.jinja").read_text() == "chat"
+    assert (extraction.out / "tokenizer.json").exists()
+    assert not (extraction.out / "generation_config.json").exists()
+    assert weightsmith.verify(extraction.out)
+
+
+def test_a_base_in_the_hub_s_cache_is_called_by_its_name_on_the_hub(tmp_path: Path) -> None:
+    """The path of a cache means nothing on another machine, and PEFT loads the base by this name."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = tmp_path / "models--org--name/snapshots" / commit
+    snapshot.parent.mkdir(parents=True)
+    model = base(snapshot)
+    tensors = {n: a.astype(BF16) for n, a in base_tensors().items()} | {f"{Q}.weight": normal(H, H, seed=2).astype(BF16)}
+    fine = write_checkpoint(tmp_path / "fine", tensors, {**LLAMA, "num_hidden_layers": 2})
+    config = json.loads((extract(fine, model, tmp_path / "out").out / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("org/name", commit)
+
+
 def test_weights_stored_transposed_are_known_by_their_biases(tmp_path: Path) -> None:
     shapes = {"attn.c_attn": (H, 3 * H), "attn.c_proj": (H, H), "mlp.c_fc": (H, INNER)}
     before: dict[str, np.ndarray] = {"wte.weight": normal(TOKENS, H)}

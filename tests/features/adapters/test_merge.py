@@ -83,6 +83,23 @@ def test_a_smaller_rank_keeps_the_best(adapters: tuple[Path, Path], tmp_path: Pa
     assert (config_of(out)["r"], config_of(out)["rank_pattern"]) == (3, {})
 
 
+def test_the_tokenizer_of_the_first_adapter_goes_along(adapters: tuple[Path, Path], tmp_path: Path) -> None:
+    """Trainers save it beside an adapter; its chat template is nowhere else if the base has none."""
+    (adapters[1] / "tokenizer.json").write_text("{}")
+    (adapters[1] / "chat_template.jinja").write_text("second")
+    out = merge(recipe(adapters), tmp_path / "second")
+    assert (out / "chat_template.jinja").read_text() == "second"
+    (adapters[0] / "tokenizer.json").write_text("{}")
+    (adapters[0] / "chat_template.jinja").write_text("first")
+    plan = weightsmith.plan(recipe(adapters))
+    note = f"tokenizer files differ from those beside {adapters[0]}, which are kept: chat_template.jinja"
+    (warning,) = plan.warnings
+    assert (warning.what, warning.fix) == (note, "Check that both were trained with the same chat template.")
+    out = merge(recipe(adapters), tmp_path / "first")
+    assert (out / "chat_template.jinja").read_text() == "first"
+    assert weightsmith.verify(out)
+
+
 @pytest.mark.long
 def test_the_result_is_an_adapter_like_the_others(adapters: tuple[Path, Path], tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "r.yml").write_text(json.dumps(recipe(adapters, "ties", density=1.0)))

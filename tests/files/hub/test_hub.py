@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.numpy import save
 
+import weightsmith
 from tests.fake_hub import COMMIT, FakeHub, cache, environment, serve, silent
 from tests.fork_help import forked
 from weightsmith._base.errors import CheckpointError, WeightsmithError
@@ -38,6 +39,7 @@ def pickled(tensors: dict[str, np.ndarray]) -> bytes:
     return file.getvalue()
 
 
+TOKENS = b'{"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}}}'
 LORA = {f"base_model.model.w.lora_{part}.weight": A[:2].reshape(shape) for part, shape in (("A", (1, 2)), ("B", (2, 1)))}
 CONFIG = {"model_type": "llama", "auto_map": {"AutoModel": "modeling_x.XModel"}}
 GOOD = {
@@ -87,6 +89,20 @@ REPOS = {
         "adapter_model.bin": b"a pickle",
         "tokenizer.json": b"{}",
         "README.md": b"# card",
+    },
+    ("org/chat-base", COMMIT): {
+        "model.safetensors": save({"w.weight": A[:4].reshape(2, 2)}),
+        "config.json": b"{}",
+        "tokenizer.json": TOKENS,
+        "tokenizer_config.json": b"{}",
+    },
+    ("org/chat-adapter", COMMIT): {
+        "adapter_config.json": b'{"peft_type": "LORA", "r": 1, "lora_alpha": 2}',
+        "adapter_model.safetensors": save(LORA),
+        "tokenizer.json": TOKENS,
+        "tokenizer_config.json": b"{}",
+        "chat_template.jinja": b"CHAT",
+        "training_args.bin": b"a pickle",
     },
     ("org/old-adapter", COMMIT): {
         "adapter_config.json": b'{"peft_type": "LORA", "r": 1, "lora_alpha": 2}',
@@ -225,6 +241,25 @@ def test_an_adapter_s_two_files_are_downloaded(hub: FakeHub, tmp_path: Path) -> 
     assert "org/good: not a PEFT adapter: it has no adapter_config.json and no adapter_model.safetensors" in no_adapter
     (gone,) = run(hub, tmp_path, "org/matrix+org/none", look=applied)["error"]
     assert "org/none: neither a local path nor a model on the Hub" in gone
+
+
+def written(ref: str) -> dict[str, Any]:
+    """The files of an output that do not describe how it was made, and its chat template."""
+    done = weightsmith.merge(
+        {"merge_method": "linear", "models": [{"model": ref, "parameters": {"weight": 1}}]}, "out", progress=False, fsync=False
+    )
+    names = sorted(path.name for path in done.out.iterdir())
+    template = done.out / "chat_template.jinja"
+    return {"files": names, "template": template.read_text() if template.exists() else ""}
+
+
+@pytest.mark.long
+def test_the_tokenizer_beside_an_adapter_on_the_hub_is_found(hub: FakeHub, tmp_path: Path) -> None:
+    """As beside one in a folder: here the base has no chat template."""
+    got = run(hub, tmp_path, "org/chat-base+org/chat-adapter", look=written)
+    assert got["template"] == "CHAT"
+    assert {"tokenizer.json", "tokenizer_config.json"} <= {*got["files"]}
+    assert "training_args.bin" not in downloads(hub)
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from weightsmith._base.errors import (
 )
 from weightsmith._base.installation import install
 from weightsmith._models.lora import apply_adapter, open_adapter
+from weightsmith._models.tokenizers.files import templates_of
 from weightsmith._planning.recipe.values import parse_reference
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -526,6 +528,87 @@ def test_the_tokenizer_of_an_adapter_that_trained_other_tokens_is_taken(rows: in
     assert (tmp_path / "same/tokenizer.json").read_text() == vocabulary("a", "b")
     (lora / "tokenizer.json").write_text("not json")
     assert any("are not used: tokenizer.json" in w.what for w in weightsmith.plan(recipe).warnings)
+
+
+def chat(folder: Path, tokens: Sequence[str] = ("a", "b"), *, end: str = "b", template: str = "", file: str = "") -> None:
+    """A tokenizer, with a chat template in its settings or in a file of its own."""
+    settings = {"eos_token": end, **({"chat_template": template} if template and not file else {})}
+    (folder / "tokenizer.json").write_text(vocabulary(*tokens))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    if file:
+        (folder / file).write_text(template)
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("file", ["", "chat_template.jinja"])
+def test_a_base_without_a_chat_template_gets_the_tokenizer_that_a_chat_was_trained_with(file: str, tmp_path: Path) -> None:
+    """SFT of a base: the template, and the token that ends its turns, are beside the adapter alone."""
+    model, lora = base(tmp_path / "base"), adapter(tmp_path / "a")
+    chat(model, end="a")
+    chat(lora, end="b", template="chat", file=file)
+    (model / "generation_config.json").write_text('{"eos_token_id": 0, "top_p": 0.5}')
+    (model / "special_tokens_map.json").write_text('{"eos_token": "a"}')
+    (model / "tokenizer.model").write_text("of the base")
+    recipe = {"merge_method": "passthrough", "models": [{"model": f"{model}+{lora}"}]}
+    notes = [warning.what for warning in weightsmith.plan(recipe).warnings]
+    assert any(
+        note.startswith("the adapter has a chat template, and the base has none: the tokenizer is the one") for note in notes
+    )
+    assert "texts end with 'b' too, as the tokenizer beside the adapter says" in notes
+    assert not any("are not used" in note for note in notes)
+    baked(model, lora, tmp_path / "out")
+    assert read_json(tmp_path / "out/tokenizer_config.json") == read_json(lora / "tokenizer_config.json")
+    assert (tmp_path / "out/chat_template.jinja").exists() == bool(file)
+    assert read_json(tmp_path / "out/generation_config.json") == {"eos_token_id": [0, 1], "top_p": 0.5}
+    assert not (tmp_path / "out/special_tokens_map.json").exists()
+    assert not (tmp_path / "out/tokenizer.model").exists()
+
+
+@pytest.mark.parametrize("case", ["other tokens", "a template", "no template", "unreadable"])
+def test_the_tokenizer_of_the_base_stays_unless_it_lacks_a_chat_template(case: str, tmp_path: Path) -> None:
+    model, lora = base(tmp_path / "base"), adapter(tmp_path / "a")
+    chat(model, template="of the base" if case == "a template" else "")
+    chat(
+        lora, ("a", "b", "<pad>") if case == "other tokens" else ("a", "b"), end="a", template=case.removeprefix("no template")
+    )
+    if case == "unreadable":
+        (lora / "tokenizer.json").write_text("not json")
+    baked(model, lora, tmp_path / "out")
+    assert read_json(tmp_path / "out/tokenizer_config.json") == read_json(model / "tokenizer_config.json")
+
+
+@pytest.mark.parametrize("file", ["chat_template.jinja", "chat_template.json", "additional_chat_templates/tool.jinja"])
+def test_a_tokenizer_that_is_taken_comes_with_its_own_chat_template(file: str, tmp_path: Path) -> None:
+    """Loaders read these files before the settings, where the adapter has its template."""
+    names = ("lm_head", "model.embed_tokens")
+    tensors = factors(Q, H, H) | {f"{P}{name}.weight": normal(TOKENS + 1, H) for name in names}
+    model, lora = base(tmp_path / "base"), adapter(tmp_path / "a", tensors)
+    chat(model, end="a", template="of the base")
+    (model / "additional_chat_templates").mkdir()
+    (model / file).write_text('{"chat_template": "of the base"}')
+    (model / "added_tokens.json").write_text('{"b": 1}')
+    chat(lora, ("a", "b", "<im>"), end="<im>", template="of the adapter")
+    baked(model, lora, tmp_path / "out")
+    with weightsmith.open_checkpoint(tmp_path / "out") as checkpoint:
+        assert templates_of(checkpoint.folder, checkpoint.files) == "of the adapter"
+        assert {file, "added_tokens.json"}.isdisjoint(checkpoint.files)
+
+
+def test_a_tokenizer_without_a_chat_template_leaves_the_base_s(tmp_path: Path) -> None:
+    names = ("lm_head", "model.embed_tokens")
+    tensors = factors(Q, H, H) | {f"{P}{name}.weight": normal(TOKENS + 1, H) for name in names}
+    model, lora = base(tmp_path / "base", eos_token_id=0), adapter(tmp_path / "a", tensors)
+    chat(model, end="a", template="of the base")
+    chat(lora, ("a", "b", "<im>"), end="<im>")
+    baked(model, lora, tmp_path / "out")
+    with weightsmith.open_checkpoint(tmp_path / "out") as checkpoint:
+        assert templates_of(checkpoint.folder, checkpoint.files) == "of the base"
+        assert checkpoint.config is not None
+        assert checkpoint.config["eos_token_id"] == [0, 2]
+    assert read_json(tmp_path / "out/tokenizer_config.json")["eos_token"] == "<im>"
 
 
 @pytest.mark.long

@@ -226,6 +226,104 @@ def test_tokens_that_end_texts_of_other_models_alone_are_a_warning(make: Make, u
     assert not any("end texts" in text for text in said(weightsmith.plan(merge)))
 
 
+@pytest.mark.parametrize("union", [False, True])
+def test_texts_end_as_those_of_the_model_whose_chat_template_is_taken(make: Make, union: bool) -> None:
+    """A base's texts end with one token, and the turns of its fine-tunes with another: without it, they go on and on."""
+    tokenizer = trained(special=["</s>", "<|end|>"])
+    stop, end = (tokenizer.token_to_id(name) for name in ("</s>", "<|end|>"))
+    base = trained(special=["<pad>", "</s>", "<|end|>"]) if union else tokenizer
+    old, new = (base.token_to_id(name) for name in ("</s>", "<|end|>"))
+    make("base", base, {"generation_config.json": json.dumps({"eos_token_id": old, "top_p": 0.5})})
+    ends = {"generation_config.json": json.dumps({"eos_token_id": [end, stop]})}
+    make("fr", tokenizer, {**ends, "chat_template.jinja": TEMPLATE}, seed=1)
+    make("de", tokenizer, ends, seed=2)
+    merge = {**recipe("base", "fr", "de"), **({"tokenizer_source": "union"} if union else {})}
+    plan = weightsmith.plan(merge)
+    assert json.loads(plan.files["generation_config.json"]) == {"eos_token_id": [old, new], "top_p": 0.5}
+    assert "generation_config.json: texts end with '<|end|>' too, as those of fr, whose chat template the output has" in said(
+        plan
+    )
+    assert not any("end texts" in text for text in said(plan))
+
+
+def test_no_end_is_added_to_a_template_of_the_donor_s_own_or_to_tokens_that_are_not_known(make: Make) -> None:
+    tokenizer = trained(special=["</s>", "<|end|>"])
+    stop, end = (tokenizer.token_to_id(name) for name in ("</s>", "<|end|>"))
+    own = {"generation_config.json": json.dumps({"eos_token_id": stop})}
+    make("base", tokenizer, {**own, "chat_template.jinja": TEMPLATE})
+    theirs = {"generation_config.json": json.dumps({"eos_token_id": end}), "chat_template.jinja": TEMPLATE}
+    make("fr", tokenizer, theirs, seed=1)
+    plan = weightsmith.plan(recipe("base", "fr"))
+    assert "generation_config.json" not in plan.files
+    assert any("end texts" in text for text in said(plan))
+    Path("base/chat_template.jinja").unlink()
+    Path("base/tokenizer.json").write_text("not json")
+    assert "generation_config.json" not in weightsmith.plan(recipe("base", "fr")).files
+
+
+ST = "sentence_transformers.models"
+POOLING = {
+    "modules.json": json.dumps([{"path": "", "type": f"{ST}.Transformer"}, {"path": "1_Pooling", "type": f"{ST}.Pooling"}]),
+    "1_Pooling/config.json": '{"pooling_mode": "cls"}',
+    "config_sentence_transformers.json": '{"prompts": {"query": "q: "}}',
+    "sentence_bert_config.json": '{"max_seq_length": 64}',
+}
+
+
+def test_a_plain_base_of_embedding_models_gets_their_modules(make: Make) -> None:
+    """Without them, sentence-transformers pools the mean of the tokens, and knows no prompts."""
+    make("base", trained())
+    make("fr", trained(), POOLING, seed=1)
+    make("de", trained(), POOLING, seed=2)
+    plan = weightsmith.plan(recipe("base", "fr", "de"))
+    assert {name: data.decode() for name, data in plan.files.items()} == POOLING
+    assert "modules.json: base has no modules of sentence-transformers: the output has those of fr" in said(plan)
+    assert plan.lacking == {}
+    done = weightsmith.merge(recipe("base", "fr", "de"), "out", progress=False, fsync=False)
+    assert (done.out / "1_Pooling/config.json").read_text() == POOLING["1_Pooling/config.json"]
+    assert weightsmith.verify(done.out)
+
+
+def test_a_gguf_file_says_how_the_modules_that_are_taken_pool_tokens(make: Make) -> None:
+    make("base", trained(), whole=True)
+    make("fr", trained(), POOLING, seed=1, whole=True)
+    plan = weightsmith.plan(recipe("base", "fr"), quantize="gguf-f16")
+    assert b"llama.pooling_type" in plan.header
+    assert plan.lacking == {"fr": ("config_sentence_transformers.json", "sentence_bert_config.json")}
+
+
+@pytest.mark.parametrize("case", ["another pooling", "a plain model", "code", "weights", "the base's own"])
+def test_modules_are_not_taken_if_not_all_models_have_the_same(make: Make, case: str) -> None:
+    make("base", trained(), {"modules.json": "[]"} if case == "the base's own" else {})
+    files = dict(POOLING)
+    if case == "code":
+        files |= {"modules.json": '[{"path": "", "type": "custom_st.Transformer"}]', "custom_st.py": ""}
+    if case == "weights":
+        dense = {"path": "2_Dense", "type": f"{ST}.Dense"}
+        files |= {"modules.json": json.dumps([*json.loads(POOLING["modules.json"]), dense]), "2_Dense/config.json": "{}"}
+    make("fr", trained(), files, seed=1)
+    other = {**files, "1_Pooling/config.json": '{"pooling_mode": "mean"}'} if case == "another pooling" else files
+    make("de", trained(), {} if case == "a plain model" else other, seed=2)
+    if case == "weights":
+        for name in ("fr", "de"):
+            write_checkpoint(Path(name, "2_Dense"), {"linear.weight": np.zeros((2, 2), np.float32)})
+    assert "1_Pooling/config.json" not in weightsmith.plan(recipe("base", "fr", "de")).files
+
+
+def test_a_vision_model_without_a_processor_gets_that_of_another(make: Make) -> None:
+    seeing = {**plan_help.config(vocab_size=330, tie_word_embeddings=True), "vision_config": {"hidden_size": 8}}
+    stated = {"config.json": json.dumps(seeing)}
+    processor = {"preprocessor_config.json": '{"size": 1}', "video_preprocessor_config.json": "{}"}
+    make("base", trained(), stated)
+    make("fr", trained(), {**stated, **processor}, seed=1)
+    make("de", trained(), {**stated, "preprocessor_config.json": '{"size": 2}'}, seed=2)
+    plan = weightsmith.plan(recipe("base", "fr", "de"))
+    assert {name: data.decode() for name, data in plan.files.items()} == processor
+    note = "preprocessor_config.json: base has no processor of images or audio: the output has that of fr\n  de has another one"
+    assert note in said(plan)
+    assert plan.lacking == {}
+
+
 def test_ends_of_texts_are_compared_only_where_tokens_are_known(make: Make) -> None:
     ends = {"generation_config.json": '{"eos_token_id": 5}'}
     make("base", None, ends)
@@ -358,6 +456,22 @@ def test_a_mixture_takes_what_its_base_lacks(make: Make, model: str) -> None:
         weightsmith.plan(document)
     assert "has no tokenizer, and those of the other models differ" in str(caught.value)
     assert "Put the tokenizer that the output is to have next to the weights of the base" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["merge", "mixture"])
+def test_an_output_is_not_called_by_the_name_of_an_input(kind: str, make: Make) -> None:
+    """llama.cpp's converter takes the name, the author and the version of a model from this key."""
+    for seed, name in enumerate(("base", "fr")):
+        make(name, trained(), seed=seed, whole=True)
+        path = Path(name, "config.json")
+        stated = {**json.loads(path.read_text()), "_name_or_path": f"org/{name}-7B-v1.0", "text": {"_name_or_path": "org/part"}}
+        path.write_text(json.dumps(stated))
+    experts = [{"source_model": "fr"}, {"source_model": "base"}]
+    mixture = {"base_model": "base", "experts": experts, "gate_mode": "random"}
+    config = weightsmith.plan(recipe("base", "fr") if kind == "merge" else mixture).config
+    assert config is not None
+    assert "_name_or_path" not in config
+    assert config["text"] == {"_name_or_path": "org/part"}, "where a part came from is still true"
 
 
 def test_a_transplant_lists_what_its_output_lacks(make: Make) -> None:

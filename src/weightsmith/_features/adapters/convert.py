@@ -38,6 +38,7 @@ from weightsmith._features.adapters.steps import PLAIN_DTYPES, factor_step, stor
 from weightsmith._files.containers import DIFFUSERS_LORA, GGUF_ADAPTER, PEFT, Naming
 from weightsmith._files.containers import KOHYA as KOHYA_FILE
 from weightsmith._files.copied import adapter_metadata
+from weightsmith._files.hf_folder import hub_id_of
 from weightsmith._models.checkpoint import Checkpoint, HubModel, locate
 from weightsmith._models.formats.gguf.about import origin_keys
 from weightsmith._models.formats.gguf.adapter_file import A_ENDING, B_ENDING, EMBEDDING, adapter_keys, check_heads
@@ -209,7 +210,7 @@ def _draft(adapter: Adapter, settings: ConvertSettings, base: Checkpoint | None,
 
 def _base_name(ref: ModelRef | None) -> str:
     """The base as configs name it."""
-    return "" if ref is None else ref.path
+    return "" if ref is None else hub_id_of(ref.path) or ref.path
 
 
 def _command(adapter: str, settings: ConvertSettings) -> str:

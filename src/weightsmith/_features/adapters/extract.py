@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,8 +46,10 @@ from weightsmith._features.adapters.select import (
     settings_problems,
 )
 from weightsmith._files.containers import PEFT
-from weightsmith._files.copied import is_read
+from weightsmith._files.copied import is_read, is_tokenizer
+from weightsmith._files.hf_folder import hub_id_of
 from weightsmith._models.checkpoint import Checkpoint
+from weightsmith._models.lora.beside import differing_files
 from weightsmith._models.structure import Structure, analyse
 from weightsmith._models.structure.vocabulary import TIED_HEAD, is_vocabulary
 from weightsmith._planning.follow_ups import FollowUpKind, SecondPlan
@@ -76,6 +79,8 @@ from weightsmith.abc.product import Arrays
 COMMAND = "extract-lora"
 
 _BASE, _TUNED = 0, 1  # models of the plan
+_FOLDERS = ("peft", "vllm")
+"""Layouts that are folders of PEFT."""
 _DIFFERENCE = Settings({"normalize": False}, ({"weight": 1.0}, {"weight": -1.0}))
 _SOURCE = """LoRA: Hu et al. 2021, https://arxiv.org/abs/2106.09685. Randomised singular value decompositions:
 Musco and Musco 2015, https://arxiv.org/abs/1504.05477."""
@@ -290,11 +295,19 @@ def follow(prepared: Prepared, arrays: Mapping[str, Arrays], built: BuiltModel |
     draft.provenance, draft.then = replace(plan.provenance, title=title), None
     draft.steps, draft.config = steps, adapter.config(matrices)
     draft.products = [product for product in plan.products if product.op == "factors"]
-    draft.donor = _TUNED if grown else _BASE
     tuned = prepared.inputs[_TUNED]
     draft.carried = [name for name in tuned.files if is_read(name) and name != "config.json"] if grown else []
+    if not grown and following.layout in _FOLDERS:
+        draft.carried = _tokenizer(prepared)
+    draft.donor = _TUNED if draft.carried else _BASE
     draft.recipe, draft.follows_recipe = _command(plan, following), False
     return SecondPlan(prepared.with_plan(draft.finish()), arrays, reports={NAME: report})
+
+
+def _tokenizer(prepared: Prepared) -> list[str]:
+    """The tokenizer files of the fine-tune, if any differs from the base's: no tensor holds a chat template."""
+    base, tuned = prepared.inputs[_BASE], prepared.inputs[_TUNED]
+    return [name for name in tuned.files if is_tokenizer(name)] if differing_files(tuned, base) else []
 
 
 FOLLOW_UP = FollowUpKind(follow, question=lambda prepared: partial(built_of, prepared.inputs[_BASE]))
@@ -439,9 +452,10 @@ class _Adapter:
     def config(self, matrices: Sequence[AdapterMatrix]) -> dict[str, Any]:
         """adapter_config.json."""
         base, places = self.inputs[_BASE], self.places
+        cached = hub_id_of(base.ref)
         return places.config(
-            base.ref.partition("@")[0],
-            base.revision,
+            cached or base.ref.partition("@")[0],
+            Path(base.ref).name if cached else base.revision,
             {name: matrix.rank for name, matrix in self.ranked.items()},
             places.target_modules(),
             transposed=any(target.form == "transposed" for target in places.modules.values()),

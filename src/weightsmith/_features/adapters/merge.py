@@ -25,7 +25,6 @@ from weightsmith._base.errors import (
     WeightsmithError,
     nearest,
 )
-from weightsmith._base.files import same_bytes
 from weightsmith._base.idioms import grouped
 from weightsmith._base.options import assignment, named, option_error
 from weightsmith._base.tensors import DType, TensorSpec
@@ -39,6 +38,8 @@ from weightsmith._features.adapters.report import with_layer
 from weightsmith._files.containers import PEFT, Naming
 from weightsmith._files.copied import adapter_metadata, merged_metadata
 from weightsmith._methods.method import BaseRole
+from weightsmith._models.checkpoint import Checkpoint
+from weightsmith._models.lora.beside import differing_files
 from weightsmith._models.lora.config import tied_targets, transposed_of
 from weightsmith._models.lora.forms import as_matrix
 from weightsmith._models.structure.vocabulary import is_vocabulary
@@ -208,7 +209,9 @@ def _rewrite(draft: PlanDraft, opened: OpenedAdapters, rank: int | None, combina
         metadata = adapter_metadata(files[0].metadata, ranks.values(), list(map(float, ranks.values())))
         metadata = merged_metadata(metadata, [file.ref for file in files], [file.metadata for file in files], alone=True)
         draft.naming = Naming(metadata=metadata)
-    draft.carried = list(_tokenizer(opened))
+    tokenizer = _tokenizer(opened) if single is None else None
+    if tokenizer is not None:
+        draft.donor, draft.carried = opened.inputs.index(tokenizer), list(tokenizer.files)
     draft.warnings = [w for w in draft.warnings if "no config.json" not in w.what] + list(_notes(opened))
 
 
@@ -267,9 +270,9 @@ def _weights(draft: PlanDraft, step: Step, module: AdaptedModule) -> tuple[float
     return tuple(known.get(owner, 0.0) for owner in module.owners)
 
 
-def _tokenizer(opened: OpenedAdapters) -> tuple[str, ...]:
-    """The files of the first adapter's tokenizer, if tensors with a row for each token are merged."""
-    return opened.adapters[0].checkpoint.files if any(map(is_vocabulary, opened.whole.values())) else ()
+def _tokenizer(opened: OpenedAdapters) -> Checkpoint | None:
+    """The first adapter with a tokenizer beside it, whose files the merge has."""
+    return next((adapter.checkpoint for adapter in opened.adapters if adapter.checkpoint.files), None)
 
 
 def _notes(opened: OpenedAdapters) -> Iterator[Finding]:
@@ -280,12 +283,16 @@ def _notes(opened: OpenedAdapters) -> Iterator[Finding]:
         yield replace(
             error.finding, what="adapters that name different bases: all fit the base_model, by names and shapes", fix=""
         )
-    first, *others = (adapter.checkpoint for adapter in opened.adapters)
-    for other in others if _tokenizer(opened) else ():
-        names = sorted({*first.files, *other.files})
-        if differing := [name for name in names if not same_bytes(first.folder / name, other.folder / name)]:
-            what = f"tokenizer files differ from those beside {first.ref}, which are kept: {', '.join(differing)}"
-            yield Finding(what, other.ref, fix="check that both number their tokens alike: rows are merged by number")
+    first = _tokenizer(opened)
+    if first is None:
+        return
+    for other in [adapter.checkpoint for adapter in opened.adapters if adapter.checkpoint is not first]:
+        if names := {*differing_files(first, other), *differing_files(other, first)} if other.files else set[str]():
+            what = f"tokenizer files differ from those beside {first.ref}, which are kept: {', '.join(sorted(names))}"
+            fix = "check that both were trained with the same chat template"
+            if any(map(is_vocabulary, opened.whole.values())):
+                fix = "check that both number their tokens alike: rows are merged by number"
+            yield Finding(what, other.ref, fix=fix)
 
 
 def _layer(matrix: str) -> str:

@@ -165,6 +165,7 @@ class _Builder:
             companions.fill_tokenizer(self.recipe.section.at("base_model"), fix)
             companions.fill_template()
             companions.fill_generation()
+            companions.add_ends(None)
             companions.note_ends(None, dense[0].donor.config or {})
         return companions
 

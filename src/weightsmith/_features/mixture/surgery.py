@@ -497,10 +497,11 @@ _EXPERT_NAME = re.compile(r"experts\.\d")
 def with_experts(config: Mapping[str, Any], old: int, new: int, where: str) -> tuple[dict[str, Any], list[WeightsmithError]]:
     """The config with `new` experts instead of `old`, and problems. where: position in the recipe.
 
-    >>> with_experts({"num_experts": 8, "num_experts_per_tok": 2}, 8, 3, "r.yml:2:1")
+    >>> with_experts({"num_experts": 8, "num_experts_per_tok": 2, "_name_or_path": "org/old"}, 8, 3, "r.yml:2:1")
     ({'num_experts': 3, 'num_experts_per_tok': 2}, [])
     """
     changed = copy.deepcopy(dict(config))
+    changed.pop("_name_or_path", None)
     problems: list[WeightsmithError] = []
     counted = [part for _, part in sections(changed) if any(_is(part.get(key), old) for key in EXPERT_COUNTS)]
     if not counted:

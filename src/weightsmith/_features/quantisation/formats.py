@@ -282,6 +282,8 @@ def _files_of(assembled: Prepared, names: Sequence[str]) -> dict[str, bytes]:
 
 
 def _file_of_donor(assembled: Prepared, name: str) -> bytes | None:
+    if name in assembled.draft.files:
+        return assembled.draft.files[name]
     donor = assembled.inputs[assembled.draft.donor]
     donor.fetch([name])
     path = donor.folder / name

@@ -5,6 +5,7 @@ forms.py        how files name factors, and what shows that something else was t
 networks.py     which network of a pipeline a name is of, and where its modules are in a model
 kinds/          kinds of adapters besides LoRA and DoRA, one file each; peft_folder.py reads them
 exact.py        kinds that are a LoRA of some rank, as one
+beside.py       the tokenizer beside an adapter
 experts.py      factors of parameters that hold several experts
 peft_folder.py  opens PEFT's folders
 other_programs.py  reads MLX's folders, and opens llama.cpp's files

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import re
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import pairwise
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from weightsmith._base.errors import Finding, FormatError, ShapeError, Unsupported, nearest
-from weightsmith._base.files import same_bytes, show
+from weightsmith._base.files import show
 from weightsmith._base.idioms import grouped
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._base.text import count
-from weightsmith._files.copied import holds_tokens, is_tokenizer
 from weightsmith._models.checkpoint import Checkpoint, ModelFolder
 from weightsmith._models.lora.adapter import Adapter, Factors, OtherParts
+from weightsmith._models.lora.beside import Beside
 from weightsmith._models.lora.experts import StackedPlaces, match_stacked, names_of
 from weightsmith._models.lora.forms import as_matrix
 from weightsmith._models.lora.kinds import KINDS
@@ -46,7 +42,6 @@ from weightsmith._models.structure.vocabulary import (
     tie_flag,
     untie,
 )
-from weightsmith._models.tokenizers.vocabulary import Vocabulary, read_vocabulary
 from weightsmith.abc.adapter import AdapterModule
 
 _SHOWN = 8  # problems that a message lists
@@ -86,28 +81,15 @@ def apply_adapter(base: Checkpoint, adapter: Adapter, ref: str, names: Names = d
     adapter = in_hub_order(adapter, base.config)
     match, adapter_checkpoint = _matched(base, adapter, ref, names), adapter.checkpoint
     notes = [*base.notes, *adapter_checkpoint.notes, *match.notes, *_unused(adapter)]
-    base.fetch([name for name in adapter_checkpoint.files if name in base.files])
-    replaced = not base.subfolders and any(map(holds_tokens, adapter_checkpoint.files))
-    replaced = replaced and (match.grown or (match.trains_tokens and _has_other_tokens(base, adapter_checkpoint)))
-    if not replaced and (
-        other := [
-            name for name in adapter_checkpoint.files if not same_bytes(adapter_checkpoint.folder / name, base.folder / name)
-        ]
-    ):
-        fix = "copy it into the output, if the adapter was trained with it"
-        what = f"tokenizer files beside the adapter differ from the base's, and are not used: {', '.join(other)}"
-        notes.append(Finding(what, ref, fix=fix))
     folder = ModelFolder.like(
         base,
         revision=f"{base.revision}+{adapter_checkpoint.revision}" if adapter_checkpoint.revision else base.revision,
         config=match.config or base.config,
         repositories=(*base.repositories, *adapter_checkpoint.repositories),
     )
-    if replaced:
-        folder = _with_tokenizer(base, adapter_checkpoint, folder)
-        why = "the adapter adds tokens" if match.grown else "the adapter has trained other tokens than the base's"
-        what = f"{why}: the tokenizer is the one beside it: {', '.join(adapter_checkpoint.files)}"
-        notes.append(Finding(what, ref))
+    beside = Beside(base, adapter_checkpoint, ref)
+    folder, findings = beside.apply(folder, grown=match.grown, trains_tokens=match.trains_tokens)
+    notes += findings
     source = Adapted(base, adapter_checkpoint, match.origins(), ref)
     adapted = Checkpoint(
         ref, source, folder, metadata=base.metadata, notes=tuple(notes), untied=match.untied, decoded=base.decoded
@@ -115,29 +97,6 @@ def apply_adapter(base: Checkpoint, adapter: Adapter, ref: str, names: Names = d
     if base.verbatim is not None:
         adapted.verbatim = replace(base.verbatim, stored_as=partial(source.stored_as, base.verbatim.stored_as))
     return adapted
-
-
-def _with_tokenizer(base: Checkpoint, adapter: Checkpoint, folder: ModelFolder) -> ModelFolder:
-    """The base's folder with the tokenizer that lies beside an adapter. It is a temporary one: both are read from elsewhere."""
-    kept = [name for name in base.files if name not in adapter.files and not holds_tokens(name)]
-    base.fetch(kept)
-    temporary = tempfile.TemporaryDirectory(prefix="weightsmith-", ignore_cleanup_errors=True)
-    for source, names in ((base, kept), (adapter, adapter.files)):
-        for name in names:
-            (Path(temporary.name) / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source.folder / name, Path(temporary.name) / name)
-    files = tuple(sorted({*kept, *adapter.files}))
-    return replace(folder, path=Path(temporary.name), files=files, subfolders=(), temporary=temporary)
-
-
-def _has_other_tokens(base: Checkpoint, adapter: Checkpoint) -> bool:
-    """Whether the tokenizer that lies beside an adapter has other tokens than the base's. False if one cannot be read."""
-    base.fetch([name for name in base.files if is_tokenizer(name)])
-    with contextlib.suppress(FormatError):
-        seen: dict[str, Vocabulary] = {}  # equal files are parsed once
-        ours, theirs = (read_vocabulary(model.ref, model.folder, model.files, seen) for model in (base, adapter))
-        return ours is not None and theirs is not None and ours.ids != theirs.ids
-    return False
 
 
 def _unused(adapter: Adapter) -> Iterator[Finding]:

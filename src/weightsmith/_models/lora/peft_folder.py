@@ -97,7 +97,8 @@ def _files(place: Path | HubModel | Address) -> tuple[Path, list[str], Repositor
     if isinstance(place, Path):
         return place, file_names(place), None
     repository, _ = open_place(place)
-    return repository.folder, [name for name in (CONFIG_NAME, *WEIGHTS_NAMES, MLX_NAME) if name in repository.sizes], repository
+    known = (CONFIG_NAME, *WEIGHTS_NAMES, MLX_NAME)
+    return repository.folder, [name for name in repository.sizes if name in known or is_tokenizer(name)], repository
 
 
 # ---- Adapters of other kinds than LoRA

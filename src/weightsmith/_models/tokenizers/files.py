@@ -13,11 +13,12 @@ from typing import Any
 from weightsmith._base.errors import UnknownName, WeightsmithError, nearest
 from weightsmith._base.files import expand_user, read_bounded
 from weightsmith._base.strict_json import parse_object
-from weightsmith._models.structure.configs import section_at, sections, whole_number
+from weightsmith._models.structure.configs import section_at, sections, whole_number, whole_numbers
 from weightsmith._models.tokenizers.vocabulary import MAX_FILE_BYTES, Added, Vocabulary
 
 MAX_TEMPLATE_BYTES = 1 << 20
 TEMPLATE_FILE = "chat_template.jinja"
+OLD_TEMPLATE = "chat_template.json"
 CHAT_TEMPLATES: Mapping[str, str] = {
     path.stem: path.read_text("utf-8") for path in sorted(Path(__file__).with_name("chat_templates").glob("*.jinja"))
 }
@@ -57,7 +58,7 @@ def templates_of(folder: Path, files: Sequence[str]) -> Any:
     if TEMPLATE_FILE in files:
         with contextlib.suppress(WeightsmithError, OSError):
             return read_bounded(folder / TEMPLATE_FILE, MAX_TEMPLATE_BYTES).decode("utf-8", "replace").strip()
-    for name in ("tokenizer_config.json", "chat_template.json"):
+    for name in ("tokenizer_config.json", OLD_TEMPLATE):
         template = settings_of(folder, files, name).get("chat_template")
         template = template.strip() if isinstance(template, str) else template
         if template:
@@ -155,6 +156,16 @@ def move_ids(
             if move.lost:
                 lost.append(f"{key} is null" if section[key] is None else f"{key} is shorter")
     return moved, lost
+
+
+def with_end(settings: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """generation_config.json, or a part of config.json, with another token that ends texts.
+
+    >>> with_end({"eos_token_id": 2}, 7), with_end({"eos_token_id": [2, 7]}, 7), with_end({}, 7)
+    ({'eos_token_id': [2, 7]}, {'eos_token_id': [2, 7]}, {'eos_token_id': 7})
+    """
+    ends = whole_numbers(settings.get("eos_token_id"))
+    return {**settings, "eos_token_id": ([*ends, number] if number not in ends else ends) if ends else number}
 
 
 class _Move:

@@ -20,12 +20,21 @@ from weightsmith._base.errors import Finding, LayerError, MismatchError, ShapeEr
 from weightsmith._base.files import read_bounded, show
 from weightsmith._base.tensors import DType, TensorSpec
 from weightsmith._files.copied import holds_tokens, is_tokenizer
-from weightsmith._files.subfolders import TEMPLATES
+from weightsmith._files.subfolders import MODULES, ROUTER, TEMPLATES, folders_in, module_code, module_steps
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Stack, Structure, resize_config, vocabulary
 from weightsmith._models.structure.configs import of_diffusers, replace_value, sections, whole_number, whole_numbers
 from weightsmith._models.structure.perlayer import Remap, is_per_layer, rules_for
-from weightsmith._models.tokenizers.files import TEMPLATE_FILE, settings_in, settings_of, templates_of, with_template
+from weightsmith._models.tokenizers.files import (
+    OLD_TEMPLATE,
+    TEMPLATE_FILE,
+    json_bytes,
+    settings_in,
+    settings_of,
+    templates_of,
+    with_end,
+    with_template,
+)
 from weightsmith._models.tokenizers.vocabulary import MAX_FILE_BYTES, Vocabulary, read_vocabulary
 from weightsmith._planning.planner.match import InputModels, ModelNames, is_buffer
 from weightsmith._planning.planner.steps import main_dtype
@@ -39,9 +48,12 @@ CHOOSE_TOKENIZER = "write tokenizer_source: and the model whose tokenizer the ou
 _ENDS = "eos_token_id"
 _WRITERS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 """How the classes of transformers end that write texts."""
-OLD_TEMPLATE = "chat_template.json"
 _SETTINGS = "tokenizer_config.json"
 _TEMPLATES = (TEMPLATE_FILE, _SETTINGS, OLD_TEMPLATE)
+_OF_MODULES = re.compile(r"modules\.json|config_sentence_transformers\.json|sentence_\w+_config\.json", re.ASCII)
+_PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+_SENSES = re.compile(r"vision|image|audio|speech|video")
+"""Keys of config.json of models that see or hear."""
 
 
 @dataclass
@@ -131,6 +143,84 @@ class Companions:
         differing = [self.labels[k] for k in owners if settings_in(self._bytes(k, GENERATION)) != settings_in(data)]
         others = f"{', '.join(differing)} {'has' if len(differing) == 1 else 'have'} another one"
         self.findings.append(Finding(what, GENERATION, (others,) if differing else ()))
+
+    def fill_modules(self) -> None:
+        """Take the modules of sentence-transformers of the other models, if all have the same ones and the donor has none.
+
+        Only modules without weights and without code of their own.
+        """
+        others = [k for k in range(len(self.opened)) if k != self.donor]
+        steps = {self._modules_of(k) for k in others}
+        if MODULES in self.opened[self.donor].files or len(steps) != 1 or not steps.pop():
+            return
+        first = others[0]
+        folders = tuple(f"{folder}/" for folder in folders_in(self._bytes(first, MODULES)))
+        names = [name for name in self.opened[first].files if _OF_MODULES.fullmatch(name) or name.startswith(folders)]
+        self.files |= {name: self._bytes(first, name) for name in names}
+        what = (
+            f"{self.labels[self.donor]} has no modules of sentence-transformers: the output has those of {self.labels[first]}"
+        )
+        self.findings.append(Finding(what, MODULES))
+
+    def _modules_of(self, k: int) -> str:
+        """What the modules of a model compute; "" if it has none that another model could have."""
+        checkpoint = self.opened[k]
+        if MODULES not in checkpoint.files or checkpoint.subfolders or ROUTER in checkpoint.files:
+            return ""
+        folders = folders_in(self._bytes(k, MODULES))
+        checkpoint.fetch([name for name in checkpoint.files if name.startswith(tuple(f"{folder}/" for folder in folders))])
+        own_classes = module_code(checkpoint.folder, checkpoint.files, folders)
+        return "" if next(own_classes, None) else module_steps(checkpoint.folder)
+
+    def fill_processor(self) -> None:
+        """Take the processor of images or audio of the first model that has one, if the donor sees or hears, and has none."""
+        donor = self.opened[self.donor]
+        if not any(_SENSES.search(key) for key in donor.config or {}) or not _lacks_all(donor.files, _PROCESSOR):
+            return
+        owners = [k for k, checkpoint in enumerate(self.opened) if not _lacks_all(checkpoint.files, _PROCESSOR)]
+        if not owners:
+            return
+        first = owners[0]
+        files = {name: self._bytes(first, name) for name in _PROCESSOR if name in self.opened[first].files}
+        self.files |= files
+        what = f"{self.labels[self.donor]} has no processor of images or audio: the output has that of {self.labels[first]}"
+        differing = [
+            self.labels[k]
+            for k in owners[1:]
+            if any(self._bytes(k, n) != data for n, data in files.items() if n in self.opened[k].files)
+        ]
+        others = f"{', '.join(differing)} {'has' if len(differing) == 1 else 'have'} another one"
+        self.findings.append(Finding(what, next(iter(files)), (others,) if differing else ()))
+
+    def add_ends(self, output: Vocabulary | None) -> None:
+        """Let texts also end with what ends those of another model, if the output has its chat template.
+
+        output  the tokenizer of the output, if the recipe chooses it
+
+        Only in generation_config.json, and only tokens that are known.
+        """
+        k = self.template
+        if k in (-1, self.donor) or GENERATION not in {*self.files, *self.opened[self.donor].files}:
+            return
+        data = self.files.get(GENERATION)
+        stated = settings_in(data) if data is not None else self._generation_of(self.donor)
+        ends = _ends(stated, {})
+        theirs = _ends(self._generation_of(k), self.opened[k].config or {}) or []
+        if not stated or not ends or not theirs:
+            return
+        named = self._named(k, theirs)
+        ours = {} if output is not None else self._named(self.tokenizer, theirs)
+        added = []
+        for token, number in ((named[number], number) for number in theirs if number in named):
+            moved = output.ids.get(token) if output is not None else number if ours.get(number) == token else None
+            if moved is not None and moved not in ends:
+                stated = with_end(stated, moved)
+                added.append(token)
+        if added:
+            self.files[GENERATION] = json_bytes(stated)
+            what = f"texts end with {', '.join(map(show, added))} too, as those of {self.labels[k]}"
+            what += ", whose chat template the output has"
+            self.findings.append(Finding(what, GENERATION))
 
     def note_ends(self, output: Vocabulary | None, config: Mapping[str, Any]) -> None:
         """Warn of tokens that end the texts of a model and not those of the output, whose texts would go on and on.
@@ -242,6 +332,11 @@ def _ends(generation: Mapping[str, Any] | None, config: Mapping[str, Any]) -> li
     return next((whole_numbers(value) for value in stated if value is not None), [])
 
 
+def _lacks_all(files: Collection[str], names: Iterable[str]) -> bool:
+    """Whether a model has none of these files."""
+    return not any(name in files for name in names)
+
+
 def _is_another(name: str) -> bool:
     """True for a chat template besides the default one, in a file of its own."""
     return name.startswith(f"{TEMPLATES}/")
@@ -343,7 +438,8 @@ def output_config(
     dtype = main_dtype(outputs)
     if dtype is not None:
         _set_dtype(new, dtype, everywhere=asked is not None)
-    new.pop("quantization_config", None)
+    for key in ("quantization_config", "_name_or_path"):  # llama.cpp's converter would call the output by an input's name
+        new.pop(key, None)
     if untie:
         vocabulary.untie(new)
     _set_vocabulary(new, outputs, stored)

@@ -306,6 +306,9 @@ class VocabularyPlanner:
         if not recipe.chat_template and self.source == self.donor:
             companions.fill_template()
         companions.fill_generation(self._moved)
+        companions.fill_modules()
+        companions.fill_processor()
+        companions.add_ends(self.output)
         config = copy.deepcopy(dict(self.opened[self.donor].config or {}))
         companions.note_ends(self.output, config if aligned.move is None else aligned.move(config)[0])
         aligned.files, aligned.removed = companions.files, companions.removed

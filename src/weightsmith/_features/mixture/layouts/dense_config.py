@@ -131,7 +131,7 @@ def semantics(config: Mapping[str, Any], where: str = "") -> dict[str, Any]:
 def config_of(layout: ExpertLayout, facts: Facts) -> dict[str, Any]:
     """config.json of the output: the base's, converted. Keys that only the dense class reads go, those of no class stay."""
     foreign = facts.config.keys() & KNOWN - _TAKEN - set(layout.take)
-    left_out = foreign | {"auto_map", "quantization_config", *layout.drop}
+    left_out = foreign | {"auto_map", "quantization_config", "_name_or_path", *layout.drop}
     kept = {key: value for key, value in facts.config.items() if key not in left_out}
     return {**kept, "architectures": [layout.architecture], "model_type": layout.name, **layout.keys(facts)}
 

@@ -462,7 +462,7 @@ def _keep_files(model: _Model, draft: PlanDraft, companions: ModelFiles, about: 
     said = {"config.json", *READ, *said_generation(draft, companions, about), *filter(NAMED_TEMPLATE.fullmatch, draft.carried)}
     said |= {*(PROCESSOR if draft.mmproj else ())}
     if f"{model.architecture.name}.pooling_type" in about:
-        said |= {MODULES, *(name for name in draft.carried if name.endswith("_Pooling/config.json"))}
+        said |= {MODULES, *(name for name in (*draft.carried, *draft.files) if name.endswith("_Pooling/config.json"))}
     copied = [name for name in draft.carried if not is_read(name) and not name.endswith(".py") and "/" not in name]
     companions.held({*copied, "config.json", *said.intersection((*draft.carried, *draft.files))})
     draft.carried, draft.files = copied, {}
