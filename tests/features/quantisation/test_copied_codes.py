@@ -459,19 +459,63 @@ def test_experts_of_a_mixture_are_copied_from_dense_models(tmp_path: Path, monke
                 assert out[expert] == stored(folder)[f"model.layers.1.mlp.{part}.weight_{end}"]
 
 
-def test_a_calibrated_run_quantises_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its layers are quantised for what those before them compute, as they are stored."""
+OF_TEXT: dict[str, Any] = {"calibration": "text.txt", "calibration_rows": 2, "calibration_tokens": 32}
+CALIBRATED = ("w4a16", "gptq-4bit", "awq-4bit")
+
+
+@pytest.fixture
+def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The models `m` and `n` in the current folder, which a text can run through, and a text."""
     monkeypatch.chdir(tmp_path)
-    save_model(tmp_path / "m")
+    for seed, name in enumerate("mn"):
+        save_model(tmp_path / name, seed=seed)
     (tmp_path / "text.txt").write_text(TEXT * 4)
-    (m,) = quantise("w4a16", "m")
-    options: dict[str, Any] = {"calibration": "text.txt", "calibration_rows": 2, "calibration_tokens": 32}
-    recipe = {"models": [{"model": m}], "merge_method": "passthrough"}
-    plan = weightsmith.plan(recipe, quantize="w4a16", **options)
-    assert not copied(plan)
-    [warning] = [str(warning) for warning in plan.warnings if "quantised already" in str(warning)]
-    assert "--group-size" not in warning
-    assert copied(weightsmith.plan(recipe, quantize="w4a16"))
+    return tmp_path
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CALIBRATED)
+def test_a_calibrated_run_copies_codes_and_calibrates_the_rest(name: str, texts: Path) -> None:
+    """The text runs through the copied weights as they are decoded."""
+    (m,) = quantise(name, "m", group_size=32, **OF_TEXT)
+    recipe = stack((m, 0, 1), ("n", 1, 2))
+    result = weightsmith.merge(recipe, "out", quantize=name, group_size=32, **OF_TEXT, **QUIET)
+    assert of_layer(stored("out"), 0) == of_layer(stored(m), 0)
+    facts = {(stored_as.why, stored_as.tensors) for stored_as in result.plan.summary().stored if stored_as.encoding != "plain"}
+    assert facts == {("copied: an input has it stored so", 7), ("calibrated: quantised for what enters the layer", 7)}
+    assert not quantised_already(result)
+    weightsmith.dequantize(m, "decoded", **QUIET)
+    weightsmith.merge(stack(("decoded", 0, 1), ("n", 1, 2)), "plain", **QUIET)
+    types = [r"layers\.0\.=plain"]
+    weightsmith.quantize("plain", "again", name, group_size=32, tensor_types=types, **OF_TEXT, **QUIET)
+    assert of_layer(stored("out"), 1) == of_layer(stored("again"), 1)
+    plan = plan_from_json(json.loads(json.dumps(result.plan.to_json())))
+    weightsmith.run(plan, "later", threads=1, **QUIET)
+    assert stored("later") == stored("out")
+
+
+@pytest.mark.parametrize("name", CALIBRATED)
+def test_a_text_is_not_read_if_all_codes_are_copied(name: str, texts: Path) -> None:
+    (m,) = quantise(name, "m", group_size=32)
+    result = weightsmith.quantize(m, "out", name, group_size=32, **OF_TEXT, **QUIET)
+    assert not result.plan.products
+    assert stored("out") == stored(m)
+    [warning] = [str(warning) for warning in result.warnings if "text" in str(warning)]
+    assert "no text is read: all weights that it would calibrate are copied" in warning
+
+
+@pytest.mark.long
+def test_what_a_copied_weight_reads_gets_no_scales(texts: Path) -> None:
+    """Scales would have to be in its codes."""
+    (m,) = quantise("w4a16", "m", group_size=32, tensor_types=["(k|v|up)_proj=plain"])
+    options: dict[str, Any] = {"group_size": 32, **OF_TEXT}
+    result = weightsmith.quantize(m, "out", "w4a16", **options, **QUIET)
+    assert len(copied(result.plan)) == 8
+    before, out = stored(m), stored("out")
+    kept = [name for name in before if "norm" in name or "q_proj" in name]
+    assert {name: out[name] for name in kept} == {name: before[name] for name in kept}
+    [warning] = [str(warning) for warning in result.warnings if "no AWQ scales" in str(warning)]
+    assert "weights that are copied, or in other formats, make their inputs, or share them" in warning
 
 
 def test_stacked_experts_are_copied(models: Path) -> None:

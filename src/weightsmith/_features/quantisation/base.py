@@ -18,7 +18,7 @@ from weightsmith._base.idioms import grouped
 from weightsmith._base.options import assignment, named, option_error
 from weightsmith._base.tensors import TensorSpec
 from weightsmith._features.quantisation.options import QuantizeSettings
-from weightsmith._models.formats import Encoding, formats
+from weightsmith._models.formats import Encoding, find_encoding, formats
 from weightsmith._models.formats.engines import (
     Engine,
     engines_of,
@@ -27,10 +27,11 @@ from weightsmith._models.formats.engines import (
     formats_of,
     objections,
 )
+from weightsmith._models.structure.vocabulary import is_embedding
 from weightsmith._planning.options import SHARD_BYTES
 from weightsmith._planning.planner.encode import encodable
 from weightsmith._planning.planner.prepared import Prepared
-from weightsmith._plans import PlanDraft, Product
+from weightsmith._plans import PlanDraft, Product, Step
 from weightsmith.abc.product import Arrays
 
 
@@ -241,6 +242,11 @@ MEASURED_ROWS = 32
 def calibrates(settings: QuantizeSettings) -> bool:
     """Whether a format that can do without a calibration is to have one."""
     return settings.calibration != NONE
+
+
+def is_calibrated(step: Step) -> bool:
+    """Whether a weight of a quantised draft gets its codes from a calibration: not if they are copied, or tokens enter it."""
+    return find_encoding(step.encoding).hessian != "no" and not step.verbatim and not is_embedding(step.out)
 
 
 def unused(settings: QuantizeSettings, *, calibrates: bool) -> list[WeightsmithError]:

@@ -41,6 +41,7 @@ from weightsmith._features.quantisation.base import (
     check_engines,
     check_target,
     family_problems,
+    is_calibrated,
     read_target,
     text_problems,
     unloaded,
@@ -443,15 +444,25 @@ class StreamedFormat(Format):
         draft.warnings += _by_row_findings(draft, by_row)
         check_engines(draft, encoding.name, writing.name, settings)
         check_mixture(draft, encoding, others, settings)
+        if has_text:
+            _keep_codes(prepared)
+            has_text = any(map(is_calibrated, draft.steps))
+            if not has_text:
+                fix = "leave it out, or dequantise the model first, to choose other codes"
+                draft.warn("no text is read: all weights that it would calibrate are copied", named("calibration"), fix)
         if has_text or settings.kv_cache is not None or scales_inputs:
             from weightsmith._features.quantisation.calibration.plan import measure_activations
 
             measure_activations(plain, draft, measured or encoding, settings, calibrates=has_text)
         writing.adapt(draft, encoding)
-        if not has_text:  # what is calibrated follows from what layers before it compute, as they are stored
-            sources = partial(_stored_as, prepared), partial(_undecoded, prepared)
-            copies = (copied(step, step.encoding, step.stored, *sources) for step in draft.steps)
-            draft.steps = [copy or step for copy, step in zip(copies, draft.steps, strict=True)]
+        _keep_codes(prepared)  # the rest: experts are one tensor now, if programs take them so
+
+
+def _keep_codes(prepared: Prepared) -> None:
+    """Copy what inputs store as the output does."""
+    sources = partial(_stored_as, prepared), partial(_undecoded, prepared)
+    draft = prepared.draft
+    draft.steps = [copied(step, step.encoding, step.stored, *sources) or step for step in draft.steps]
 
 
 def _stored_by_row(draft: PlanDraft, writing: Writing, encoding: Encoding) -> dict[str, str]:
@@ -634,7 +645,9 @@ def _files(settings: QuantizeSettings) -> list[Path]:
 def _decoded(prepared: Prepared, name: str) -> list[Finding]:
     """Which models are quantised already, and are decoded."""
     draft = prepared.draft
-    steps = [*draft.steps, *(step for product in draft.products for step in product.steps)]
+    copies = {step.out.name for step in draft.steps if step.verbatim}  # text runs through their decoded numbers
+    measured = (step for product in draft.products for step in product.steps if step.out.name not in copies)
+    steps = [*draft.steps, *measured]
     reads = dict.fromkeys(read for step in steps for read in step.reads if read.model >= 0)
     in_files = ((read, _stored_as(prepared, read)) for read in reads)
     decoded = grouped((read.model, in_file) for read, in_file in in_files if in_file is None or in_file.decoded)

@@ -16,7 +16,7 @@ from weightsmith._base.errors import PlanError, Unsupported, as_plan_error
 from weightsmith._base.files import show
 from weightsmith._base.idioms import grouped
 from weightsmith._base.options import named
-from weightsmith._features.quantisation.base import MEASURED
+from weightsmith._features.quantisation.base import MEASURED, is_calibrated
 from weightsmith._features.quantisation.calibration.activations import LargestStateWork, ScalesWork, attention_of, collected
 from weightsmith._features.quantisation.calibration.costs import BlocksWork, MeasureWork, ScoreWork, VocabularyWork, shape_of
 from weightsmith._features.quantisation.calibration.layer import CalibratedWork, QuantisedStatesWork, QuantisedWork
@@ -24,7 +24,6 @@ from weightsmith._features.quantisation.calibration.scaling import chosen_featur
 from weightsmith._features.quantisation.options import QuantizeSettings
 from weightsmith._models.formats import Encoding, find_cache, find_encoding
 from weightsmith._models.formats.engines import find_engine
-from weightsmith._models.structure.vocabulary import is_embedding
 from weightsmith._planning.planner.encode import encodable
 from weightsmith._planning.planner.prepared import Prepared
 from weightsmith._plans import COPY, PLAIN, PRODUCTS, FollowUp, PlanDraft, Product, Read, Step
@@ -82,12 +81,12 @@ def calibrate(
     """Quantise the weights of a quantised draft layer by layer for what enters them, instead of rounding them to nearest.
 
     chain     of the steps before they were quantised
-    draft     weights in an encoding that takes a Hessian are calibrated, but for an embedding: tokens enter it
+    draft     weights in an encoding that takes a Hessian are calibrated, unless they are copied: `is_calibrated`
     prefix    of names in the draft that those steps do not have
     cache     how keys and values are stored; None: they get no scales
     storable  names of the weights that could be in one encoding
     """
-    calibrated = [step for step in draft.steps if find_encoding(step.encoding).hessian != "no" and not is_embedding(step.out)]
+    calibrated = [step for step in draft.steps if is_calibrated(step)]
     encoded = {step.out.name.removeprefix(prefix): step for step in calibrated}
     states = chain.embedding(chain.text_rows)
     products = [chain.text_rows, states]
@@ -107,9 +106,10 @@ def calibrate(
         could |= chain.scaled_alike(layer, scalable, storable, encoded[scales[0]].encoding) if scalable else set()
         changed |= plain
         scaled |= scaled_weights(features)
-        quantised = chain.quantised(f"layer {layer}", layer, states, of_layer, features, plain)
-        products += [quantised, *(chain.scales(layer, states, "", (), cache, quantised) if cache else ())]
-        states = chain.quantised_states(layer, states, quantised)
+        quantised = chain.quantised(f"layer {layer}", layer, states, of_layer, features, plain) if of_layer else None
+        measured = chain.scales(layer, states, "", (), cache, quantised) if cache else ()
+        products += [*([] if quantised is None else [quantised]), *measured]
+        states = chain.states(layer, states) if quantised is None else chain.quantised_states(layer, states, quantised)
         products.append(states)
         if float16:
             largest.append(chain.largest(layer, states))
@@ -117,7 +117,8 @@ def calibrate(
     if head := {name: step for name, step in encoded.items() if name not in inside}:
         products.append(chain.quantised("head", chain.layers, states, head))
     elif not float16:
-        products.pop()  # nothing looks at what leaves the last layer
+        while products[-1].transient:  # nothing looks at what leaves the last layers
+            products.pop()
     products += collected(largest, fixed="always" in float16)
     steps: list[Step] = []
     for step in draft.steps:
@@ -125,8 +126,11 @@ def calibrate(
         is_copied = step in calibrated or step.out.name.removeprefix(prefix) in changed
         steps += copies if is_copied else [step]
     unscaled = inside - scaled
+    elsewhere, fix_elsewhere = "in other formats", "give these the same type"
+    if any(step.verbatim for step in draft.steps):
+        elsewhere, fix_elsewhere = "that are copied, or in other formats,", ""
     for some, why, fix in (
-        (unscaled & could, "weights in other formats make their inputs, or share them", "give these the same type"),
+        (unscaled & could, f"weights {elsewhere} make their inputs, or share them", fix_elsewhere),
         (unscaled - could, "no way to scale their inputs is known to be exact", ""),
     ):
         if names := [name for name in scales if name in some]:
