@@ -104,7 +104,7 @@ class WholeFormat(Format):
         _check(settings, sized=sized, measures=measures)
         draft, request = prepared.draft, self._request(settings)
         with _problems_of_a_plan():
-            kept = () if measures else model_format.modules(draft.config, partial(_file_of_donor, prepared))
+            kept = () if measures else model_format.modules(draft.config, partial(_file_of_output, prepared))
             drop_subfolders(draft, model_format.program, kept)
             if not measures:
                 self._prepare(prepared, request)
@@ -282,9 +282,13 @@ def _files_of(assembled: Prepared, names: Sequence[str]) -> dict[str, bytes]:
     return {name: read_bounded(donor.folder / name, MAX_COPIED_BYTES) for name in carried} | written
 
 
+def _file_of_output(assembled: Prepared, name: str) -> bytes | None:
+    """A file that the output has, or else the donor's."""
+    written = assembled.draft.files.get(name)
+    return _file_of_donor(assembled, name) if written is None else written
+
+
 def _file_of_donor(assembled: Prepared, name: str) -> bytes | None:
-    if name in assembled.draft.files:
-        return assembled.draft.files[name]
     donor = assembled.inputs[assembled.draft.donor]
     donor.fetch([name])
     path = donor.folder / name

@@ -33,12 +33,9 @@ from weightsmith._models.formats.gguf.header import read_gguf_header
 from weightsmith._models.formats.gguf.imatrix import of_sums, read_imatrix
 from weightsmith._models.formats.gguf.layout import BLOCKS, Value, encode_metadata, make_layout
 from weightsmith._models.formats.gguf.prepare import _Model
-from weightsmith._models.formats.gguf.tokenizer import files as gguf_tokenizer
 from weightsmith._models.formats.gguf.tokenizer.kinds import KIMI_SPLIT, ranked_tokenizer
 from weightsmith._models.formats.gguf.types import MIXTURES, Shape, type_of
 from weightsmith._models.formats.gguf.writing import TYPES
-from weightsmith._models.tokenizers.convert import BYTE_LEVEL as BYTE_LEVEL_SPLIT
-from weightsmith._models.tokenizers.convert import split
 from weightsmith._outputs.places import verify
 from weightsmith._planning.planner.reopen import reopen
 from weightsmith._plans import Table, plan_from_json
@@ -588,15 +585,6 @@ def test_a_tokenizer_survives_the_way_there_and_back(tmp_path: Path, tokenizers:
             assert merges[0] == merges[1]
             before, after = (json.loads((f / "tokenizer_config.json").read_text()) for f in (folder, back.folder))
             assert before == after
-
-
-@pytest.mark.parametrize(("patterns", "name"), gguf_tokenizer._SPLITS.items())
-def test_ways_of_splitting_text_have_one_name(patterns: tuple[str, ...], name: str) -> None:
-    level = {**BYTE_LEVEL_SPLIT, "use_regex": False}
-    assert gguf_tokenizer._split_name(split(*patterns, level=level)) == name
-    assert gguf_tokenizer._BY_NAME[name] == patterns
-    with pytest.raises(Unsupported, match="splits text by"):
-        gguf_tokenizer._split_name(split(*patterns, "x", level=level))
 
 
 @pytest.mark.long

@@ -25,7 +25,7 @@ from weightsmith._models.formats.gguf.architectures.mistral import Mistral4
 from weightsmith._models.formats.gguf.base.architecture import Contents
 from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufKeys
 from weightsmith._models.formats.gguf.header import read_gguf_header
-from weightsmith._models.formats.gguf.tokenizer import files
+from weightsmith._models.formats.gguf.tokenizer.splits import EXAONE
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
 
@@ -348,7 +348,7 @@ def test_llama_cpp_splits_text_as_k_exaone_does(tmp_path: Path) -> None:
     trained.train_from_iterator(
         texts, library.trainers.BpeTrainer(vocab_size=2000, initial_alphabet=alphabet, show_progress=False)
     )
-    pattern = library.Regex(files._EXAONE)
+    pattern = library.Regex(EXAONE)
     trained.pre_tokenizer = library.pre_tokenizers.Sequence([library.pre_tokenizers.Split(pattern, "isolated"), level])
     source = zoo.save("exaone-moe", tmp_path / "m", 1, vocab_size=trained.get_vocab_size())
     trained.save(str(source / "tokenizer.json"))

@@ -252,7 +252,11 @@ def _prepare(
     whole = list(draft.steps)
     keys, factors = model.architecture.keys(model.settings, model.mixture.number)
     keys |= _numbers_in_keys(model, draft, companions)
-    pooling = pooling_of(companions.read((MODULES, *READ)), model.architecture.name, companions.donor)
+    pooling = pooling_of(
+        companions.read((MODULES, *READ)),
+        model.architecture.name,
+        lambda name: companions.read((name,)).get(name) or companions.donor(name),
+    )
     behind = [_Stored(step, [replace(step.out, name=pooling.dense[step.out.name])]) for step in _taken(draft, pooling.dense)]
     parts = _parts(model, draft)
     text, products, heads = _with_scores(_with_zeros(parts.text, model, draft), pooling, draft)

@@ -19,7 +19,6 @@ from weightsmith._models.formats.gguf.base.values import GgufConfig, token_id
 from weightsmith._models.formats.gguf.layout import Value
 from weightsmith._models.formats.gguf.tokenizer.chat import stops_of, template_keys, with_ends
 from weightsmith._models.formats.gguf.tokenizer.kinds import (
-    KIMI_SPLIT,
     RANKS,
     ranked_tokenizer,
     unigram_keys,
@@ -46,14 +45,13 @@ from weightsmith._models.formats.gguf.tokenizer.parts import (
     unsaid,
     unwritable,
 )
+from weightsmith._models.formats.gguf.tokenizer.splits import BY_NAME, COMPOSED, GPT2, STARTED, splitting_of
 from weightsmith._models.tokenizers.convert import (
-    QWEN2_SPLIT,
     bpe,
     decoders,
     first_prefix,
     is_merge,
     replace,
-    split,
     template,
     ways,
 )
@@ -65,76 +63,6 @@ READ = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", RANKS, "ch
 
 _MAX_CHARACTERS = 4_000_000  # of all tokens: 262,144 of them have 1.7 million
 _ADDED_SCORE = -1000.0
-
-# How text is split: regular expressions of the models' tokenizer.json.
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = rf"{_WORDS}\p{{N}}{{1,3}}|{_REST}"
-_CASED = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s"
-    r"|%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_TEKKEN = _CASED % ("", "", r"\p{N}")
-_GPT4O = _CASED % (*["(?i:'s|'t|'re|'ve|'m|'ll|'d)?"] * 2, r"\p{N}{1,3}")
-
-_QWEN35 = QWEN2_SPLIT.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
-_SEED = rf"{_WORDS}\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
-_DEEPSEEK3 = (
-    r"\p{N}{1,3}",
-    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-    "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
-    "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
-)
-"""Three splits, one after the other."""
-_EXAONE = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
-)
-"""Several words with single spaces between them are one piece."""
-
-_SPLITS = {
-    (_LLAMA3,): "llama-bpe",
-    (QWEN2_SPLIT,): "qwen2",
-    (_QWEN35,): "qwen35",
-    (_TEKKEN,): "tekken",
-    (_GPT4O,): "gpt-4o",
-    (_SEED,): "seed-coder",
-    _DEEPSEEK3: "deepseek-v3",
-    (_EXAONE,): "exaone-moe",
-    (KIMI_SPLIT,): "kimi-k2",
-}
-_NAMES = {
-    (_LLAMA3,): (
-        "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano dbrx smaug-bpe glm4 chatglm-bpe"
-    ).split(),
-    (QWEN2_SPLIT,): "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open".split(),
-    (_QWEN35,): ["qwen35"],
-    (_TEKKEN,): ["tekken"],
-    (_SEED,): ["seed-coder"],
-    _DEEPSEEK3: ["deepseek-v3", "hunyuan-dense", "joyai-llm"],
-    (_EXAONE,): ["exaone-moe"],
-    (KIMI_SPLIT,): ["kimi-k2"],
-    (_GPT4O,): "gpt-4o llama4 kanana2 talkie minimax-m2".split(),
-}
-_FALCON: tuple[Mapping[str, object], ...] = (
-    {"type": "Punctuation", "behavior": "Contiguous"},
-    {"type": "ByteLevel", "use_regex": True},
-    {"type": "Digits", "individual_digits": False},
-    {"type": "Split", "pattern": {"Regex": "[0-9][0-9][0-9]"}, "behavior": "Isolated"},
-)
-"""How Falcon's tokenizer splits text."""
-_MERGED = {"llama-bpe": "smaug-bpe"}
-"""Names of tokenizers that look a whole word up first, and those of others that split text alike and do not."""
-_MERGED_GLM = {"llama-bpe": "glm4"}
-_LOOKED_UP = frozenset({"llama-bpe", "tekken"})
-"""Those of `_SPLITS` for which llama.cpp looks up a whole word before it merges it."""
-_BY_NAME = {name: splits for splits, names in _NAMES.items() for name in names}
-_DIGITS = frozenset("smollm starcoder refact command-r codeshell exaone minerva-7b".split())
-_WHOLE = frozenset("gpt-2 default phi-2 mpt olmo jais trillion roberta-bpe".split())
-_WHOLE |= frozenset("jina-es jina-de jina-v1-en jina-v2-es jina-v2-de jina-v2-code".split())
-_WHOLE_MERGES = frozenset(_NAMES[(_LLAMA3,)]) - {"dbrx", "smaug-bpe", "glm4", "chatglm-bpe"}
-"""Names of tokenizers that look a whole word up before they merge it."""
 
 _SHOWN = {
     "gemma4": ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>')
@@ -172,7 +100,7 @@ def tokenizer_files(
     special = {name: None if number is None else tokens[number] for name, number in numbers.items()}
     types = numbers_of(keys, "token_type", PieceKind.NORMAL, tokens, where)
     pre = setting(keys, "pre", "default", where)
-    add_bos = setting(keys, "add_bos_token", kind != "gpt2" or pre in _WHOLE_MERGES, where)
+    add_bos = setting(keys, "add_bos_token", kind != "gpt2" or pre in STARTED, where)
     add_eos = setting(keys, "add_eos_token", False, where)
     parts = _byte_level(keys, tokens, types, where) if kind == "gpt2" else _sentencepiece(keys, tokens, architecture, where)
     marked = set(special.values()) if kind != "gpt2" else set()
@@ -205,8 +133,7 @@ def tokenizer_files(
 def _guessed(keys: Mapping[str, Any], where: str) -> list[Finding]:
     """A warning if the way in which a text is split is not known."""
     pre = setting(keys, "pre", "default", where)
-    known = pre == "falcon" or pre in _BY_NAME or pre in _DIGITS or pre in _WHOLE
-    if known or keys.get("tokenizer.ggml.model") != "gpt2":
+    if pre in BY_NAME or keys.get("tokenizer.ggml.model") != "gpt2":
         return []
     what = f"tokenizer.json splits text as GPT-2's does, because the way called {show(pre)} (tokenizer.ggml.pre) is not known"
     return [Finding(what, where, fix="compare its tokens with those of the original tokenizer, unless you write a GGUF file")]
@@ -240,21 +167,13 @@ def _byte_level(keys: Mapping[str, Any], tokens: Sequence[str], types: Sequence[
         whole = kind in (PieceKind.CONTROL, PieceKind.USER_DEFINED) or BYTES.keys() >= set(token)
         vocab[token if whole else byte_level(token.encode())] = i
     merges = _listed(keys, vocab, where)
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    splitter: dict[str, Any] = level
-    if pre in _BY_NAME:
-        splitter = split(*_BY_NAME[pre], level={**level, "use_regex": False})
-    elif pre in _DIGITS:
-        splitter = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, level]}
-    elif pre == "falcon":
-        punctuation, _, digits, triples = _FALCON
-        splitter = {"type": "Sequence", "pretokenizers": [punctuation, level, digits, {**triples, "invert": False}]}
+    splitting = BY_NAME.get(pre)
     none = {"continuing_subword_prefix": "", "end_of_word_suffix": ""}
     return {
-        "normalizer": None,
-        "pre_tokenizer": splitter,
-        "decoder": {**level, "add_prefix_space": True},
-        "model": bpe(vocab, merges, **none, ignore_merges=pre in _WHOLE_MERGES),
+        "normalizer": {"type": "NFC"} if pre in COMPOSED else None,
+        "pre_tokenizer": splitting.as_json() if splitting is not None else GPT2,
+        "decoder": {**GPT2, "add_prefix_space": True},
+        "model": bpe(vocab, merges, **none, ignore_merges=splitting is not None and pre in splitting.whole),
     }
 
 
@@ -388,13 +307,14 @@ def _bpe_keys(
         values = _piece_values(tokenizer, files.get("tokenizer.model"), architecture, tokens, types, merges)
     else:
         whole = bool(model.get("ignore_merges"))
-        pre = _pre_name(tokenizer.get("pre_tokenizer"), architecture, whole=whole)
+        splitting = splitting_of(tokenizer.get("pre_tokenizer"))
+        pre = splitting.name(architecture, whole=whole)
         values = {
             "tokenizer.ggml.model": Value("str", "gpt2"),
             "tokenizer.ggml.pre": Value("str", pre),
             **_merge_values(merges),
         }
-        merged = _unmerged(tokens, types, merges) if whole != (pre in _LOOKED_UP) else ""
+        merged = _unmerged(tokens, types, merges) if whole != (pre in splitting.whole) else ""
     values |= {f"tokenizer.ggml.{key}_token_id": Value("u32", number) for key, number in special.items()}
     if architecture.encodes:
         values["tokenizer.ggml.add_sep_token"] = Value("bool", separators(tokenizer.get("post_processor")) > 1)
@@ -494,45 +414,6 @@ def _pairs(merges: object) -> list[tuple[str, str]]:
             raise FormatError(f"the merge {show(merge)} is not two tokens", where="tokenizer.json", fix="download it again")
         pairs.append((pair[0], pair[1]))
     return pairs
-
-
-def _pre_name(splitter: object, architecture: GgufArchitecture, *, whole: bool) -> str:
-    """llama.cpp's name for how text is split, and whether a word is looked up whole before it is merged.
-
-    Raises Unsupported if it has none that is known.
-    """
-    name = _split_name(splitter)
-    if whole:
-        return name
-    return (_MERGED_GLM if architecture.name.startswith("glm") else _MERGED).get(name, name)
-
-
-def _split_name(splitter: object) -> str:
-    listed = [splitter]
-    if isinstance(splitter, dict) and splitter.get("type") == "Sequence":
-        listed = list_of(splitter.get("pretokenizers"))
-    parts: list[dict[str, Any]] = [part if isinstance(part, dict) else {} for part in listed]
-    if parts and parts[-1].get("type") == "ByteLevel" and not parts[-1].get("add_prefix_space"):
-        before, whole = parts[:-1], parts[-1].get("use_regex", True)
-        if not before and whole:
-            return "gpt-2"
-        if len(before) == 1 and whole and before[0].get("type") == "Digits" and before[0].get("individual_digits"):
-            return "smollm"
-        stated = [part.get("pattern") if part.get("type") == "Split" else None for part in before]
-        patterns = tuple(str(pattern.get("Regex")) for pattern in stated if isinstance(pattern, dict))
-        if not whole and len(patterns) == len(before) and patterns in _SPLITS:
-            return _SPLITS[patterns]
-    if _is_falcon(parts):
-        return "falcon"
-    raise unwritable(f"it splits text by {show(splitter)}")
-
-
-def _is_falcon(parts: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a text is split as Falcon's tokenizer does."""
-    alike = [falcon.items() <= part.items() for falcon, part in zip(_FALCON, parts, strict=False)]
-    if len(parts) != len(_FALCON) or not all(alike):
-        return False
-    return not parts[1].get("add_prefix_space") and parts[-1].get("invert", False) is False
 
 
 def _has_prefix(tokenizer: Mapping[str, Any]) -> bool:
