@@ -183,13 +183,25 @@ class LayerRows(Rows):
         array[row] = tensor.cpu().numpy()
 
 
+def states_of(context: ProductContext, work: LayerWork) -> Floats:
+    """The states that a product names: float32 [rows, tokens, hidden].
+
+    Raises FormatError if they are something else, which a plan from elsewhere may name.
+    """
+    arrays = context.arrays(work.states)
+    if len(arrays) != 1 or arrays[0].ndim != 3 or arrays[0].dtype != np.float32 or arrays[0].shape[2] != work.base.hidden:
+        what = f"product {work.states} does not have the states that enter a layer"
+        raise FormatError(what, where=f"product {context.product.name}", fix="make the plan again")
+    return arrays[0]
+
+
 def rows_of_states(context: ProductContext, work: LayerWork, first: float, last: float, *, back: bool = False) -> Rows:
     """The rows that enter a layer, or the head.
 
     first, last  the part of the layer's progress that this product takes
     back         whether the phase goes from the last layer to the first
     """
-    [states] = context.arrays(work.states)
+    states = states_of(context, work)
     number = max(work.base.layers - 1 - work.layer, 0) if back else work.layer
     return Rows(context, work.base, states, device_of(context), PhaseProgress(context, work.base, number, first, last))
 

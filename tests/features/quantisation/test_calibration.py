@@ -513,6 +513,7 @@ def _layer(plan: dict[str, Any]) -> dict[str, Any]:
             "'quantised_states' are transient",
         ),
         (lambda plan: _layer(plan).update(weights={"x.weight": "exl2 4/g32"}), "it has no step for a weight"),
+        (lambda plan: _layer(plan)["weights"].update({"x.weight": "plain"}), "it has no step for a weight"),
         (
             lambda plan: _layer(plan)["weights"].update(dict.fromkeys(_layer(plan)["weights"], "exl2 2/g32")),
             "its arrays are not",
@@ -544,6 +545,28 @@ def test_weights_of_a_layer_are_those_that_its_product_has(change: Any, llama: P
     with pytest.raises(FormatError, match="are not those of the weights that its settings name"):
         weightsmith.run(plan_from_json(plan), tmp_path / "out", progress=False)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("op", ["quantised_states", "largest_state"])
+def test_states_are_those_that_a_product_has(op: str, llama: Path, tmp_path: Path) -> None:
+    """A plan from elsewhere that names a layer's weights in their place ended in a ValueError."""
+    with prepared_for(llama, settings(tmp_path)) as prepared:
+        plan = json.loads(json.dumps(prepared.plan.to_json()))
+    weights, made = _made(plan, "quantised_layer")["name"], _made(plan, op)
+    made["settings"]["states"] = weights
+    made["needs"].append(weights)
+    with pytest.raises(FormatError, match=f"product {weights} does not have the states that enter a layer"):
+        weightsmith.run(plan_from_json(plan), tmp_path / "out", progress=False)
+
+
+def test_largest_states_are_numbers(llama: Path, tmp_path: Path) -> None:
+    """A plan from elsewhere that collects a layer's weights ended in a ValueError."""
+    with prepared_for(llama, settings(tmp_path)) as prepared:
+        plan = json.loads(json.dumps(prepared.plan.to_json()))
+    weights = _made(plan, "quantised_layer")["name"]
+    _made(plan, "largest_states")["needs"][0] = weights
+    with pytest.raises(FormatError, match=f"product {weights} does not have the largest state of a layer"):
+        weightsmith.run(plan_from_json(plan), tmp_path / "out", progress=False)
 
 
 @pytest.mark.parametrize("op", ["measured_layer", "states"])

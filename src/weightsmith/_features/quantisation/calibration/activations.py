@@ -20,7 +20,7 @@ import numpy as np
 
 from weightsmith._activations.states import FORWARD, made_beside
 from weightsmith._activations.work import LayerWork
-from weightsmith._base.errors import Finding, NonFinite, Unsupported, WeightsmithError
+from weightsmith._base.errors import Finding, FormatError, NonFinite, Unsupported, WeightsmithError
 from weightsmith._base.options import named
 from weightsmith._base.report.blocks import Block, Column, Table
 from weightsmith._base.tensors import DTYPES, TensorSpec
@@ -202,10 +202,11 @@ class LargestStateWork(LayerWork):
 
 
 def _largest(context: ProductContext) -> Arrays:
+    from weightsmith._activations.running import states_of
     from weightsmith._files.arrays import release_pages
 
     work = LargestStateWork.of(context.product)
-    [states] = context.arrays(work.states)
+    states = states_of(context, work)
     largest = np.float32(0)
     for row in states:
         largest = max(largest, np.abs(row).max())
@@ -303,8 +304,11 @@ def collected(measured: Sequence[Product], *, fixed: bool) -> list[Product]:
 
 
 def _collect(context: ProductContext) -> Arrays:
-    largest = [context.arrays(name)[0] for name in context.product.needs]
-    return [np.concatenate(largest).astype(np.float32)]
+    largest = {name: context.arrays(name) for name in context.product.needs}
+    if wrong := next((name for name, arrays in largest.items() if [array.shape for array in arrays] != [(1,)]), ""):
+        what = f"product {wrong} does not have the largest state of a layer"
+        raise FormatError(what, where=f"product {context.product.name}", fix="make the plan again")
+    return [np.concatenate([array for [array] in largest.values()]).astype(np.float32)]
 
 
 def _report(product: Product, arrays: Arrays) -> LargestStates:

@@ -73,7 +73,7 @@ class CalibratedWork(LayerWork):
         specs = {step.out.name: step.out for step in product.steps}
         forms: dict[str, HessianForm] = {}
         for name, setting in self.encodings():
-            if setting == PLAIN:
+            if setting == PLAIN and name in specs:
                 continue
             try:
                 encoding = find_encoding(setting)
