@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -307,6 +308,12 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**MOE, "num_hidden_layers": 5, "sliding_window": 8, "layer_types": [FULL, SLIDING, SLIDING, FULL, SLIDING]}
         | {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in (FULL, SLIDING)}},
     ),
+    "minimax-01": (
+        "MiniMaxForCausalLM",
+        "MiniMaxConfig",
+        {**HEADS, "num_hidden_layers": 8, "num_local_experts": 4, "layer_types": [MAMBA] * 7 + [FULL], "rms_norm_eps": 1e-6}
+        | dict.fromkeys(("full_attn_alpha_factor", "linear_attn_alpha_factor", "mlp_alpha_factor"), 3.5),
+    ),
     "minimax-m2": (
         "MiniMaxM2ForCausalLM",
         "MiniMaxM2Config",
@@ -335,6 +342,21 @@ ZOO: dict[str, tuple[str, str, dict[str, Any]]] = {
         | {"index_n_heads": 4, "index_head_dim": 64, "sliding_window": 16, "num_nextn_predict_layers": 0}
         | {"layer_types": ["sliding_attention", *["compressed_sparse_attention", "heavily_compressed_attention"] * 2][:4]}
         | {"mlp_layer_types": ["hash_moe", "moe", "moe", "moe"]},
+    ),
+    "bailing-hybrid": (
+        "BailingHybridForCausalLM",
+        "BailingHybridConfig",
+        {name: value for name, value in KIMI_LINEAR.items() if not name.startswith("linear_")}
+        | {"head_dim": 16, "layer_types": [MAMBA, FULL] * 2, "layer_group_size": 2, "n_group": 2, "topk_group": 1}
+        | {"first_k_dense_replace": 1, "n_shared_experts": 2, "num_mtp_layers": 0},
+    ),
+    "hy-v4": (
+        "HYV4ForCausalLM",
+        "HYV4Config",
+        {name: value for name, value in DEEPSEEK.items() if name != "first_k_dense_replace"}
+        | {"num_hidden_layers": 3, "n_routed_experts": 8, "n_shared_experts": 1, "q_lora_rank": 16, "qk_nope_head_dim": 16}
+        | {"v_head_dim": 24, "index_topk": 8, "index_head_dim": 64, "index_n_heads": 32}
+        | {"indexer_types": ["full", "shared", "full"], "routed_scaling_factor": 2.5},
     ),
     "minimax-m3": (
         "MiniMaxM3VLForCausalLM",
@@ -560,6 +582,23 @@ def save_as(
     made_once(folder, __file__, (model_class, config_class, dict(arguments), seed, dtype), make)
     torch.manual_seed(seed)  # what follows draws the same numbers, whether the model was kept or made
     return folder
+
+
+def published_name_of_hy_v4(name: str) -> str:
+    """The published name of a tensor that transformers saves: it undoes its own renaming in another order.
+
+    >>> published_name_of_hy_v4("model.layers.0.hc_pre.hc_mlp_layer.hc_fn")
+    'model.layers.0.hc_mlp_layer.hc_pre.hc_fn'
+    """
+    name = re.sub(r"\.hc_pre\.(hc_attn_layer|hc_mlp_layer)\.", r".\1.hc_pre.", name).replace(".hc_pre.hc_head.", ".hc_head.")
+    return re.sub(r"\.mlp\.(shared_experts\.)?linear_gate\.", r".mlp.\1gate_proj.", name)
+
+
+def published_names_of_ling(names: Iterable[str]) -> dict[str, str]:
+    """The published names of tensors that transformers saves: there, only layers that attend have `dense`."""
+    names = list(names)
+    linear = tuple(name.removesuffix("A_log") for name in names if name.endswith(".A_log"))
+    return {name: name.replace(".dense.", ".o_proj.") if name.startswith(linear) else name for name in names}
 
 
 def load(name: str, folder: Path) -> tuple[Any, dict[str, Any]]:

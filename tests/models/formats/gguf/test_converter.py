@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,11 @@ VOCABULARY = 264
 
 _ALTERNATING = {"layer_types": ["mamba", "attention"]}
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "bailing-hybrid": {
+        **{"architectures": ["BailingMoeV3ForCausalLM"], "head_dim": 16, "max_position_embeddings": 64, "n_group": 2},
+        **{"moe_shared_expert_intermediate_size": 32, "norm_topk_prob": True, "score_function": "sigmoid"},
+        **{"no_kda_lora": True, "gated_attention_proj_granularity_type": "head_wise"},
+    },
     "cohere2": {"rotary_pct": 1.0},
     "gemma4": {"global_head_dim": 16},
     "gemma4-moe": {"global_head_dim": 16, "num_global_key_value_heads": 1},
@@ -47,17 +52,26 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"layernorm_epsilon": 1e-5, "topk_method": "noaux_tc", "num_nextn_predict_layers": 0},
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
     },
+    "minimax-01": {
+        **{f"layernorm_{part}_alpha": 3.5 for part in ("full_attention", "linear_attention", "mlp")},
+        **{f"layernorm_{part}_beta": 1.0 for part in ("full_attention", "linear_attention", "mlp")},
+        **{"architectures": ["MiniMaxText01ForCausalLM"], "rotary_dim": 8},
+    },
     "minimax-m2": {"rotary_dim": 4},
     "nemotron-h": {"num_hidden_layers": 4, "hybrid_override_pattern": "M-*-", "absent": ["num_experts_per_tok"]},
     "nemotron-h-moe": {"num_hidden_layers": 4, "hybrid_override_pattern": "ME*E"},
     "phimoe": {"architectures": ["PhiMoEForCausalLM"]},
 }
 """Settings as published files have them, which the converter reads. transformers 5 writes them otherwise."""
+RENAMED: dict[str, Callable[[str], str]] = {"hy-v4": zoo.published_name_of_hy_v4}
+"""Models that transformers 5 saves under other names than the published ones."""
 TRANSPOSED = ("qwen3-vl-moe",)
 """Models whose published files have the matrices of experts transposed. transformers 5 saves them as it uses them."""
 
 UNKNOWN = ("is not supported", "MODEL_ARCH.")
 """Parts of what the converter says of models that it does not know, or the released gguf."""
+IN_PARTS = ("minimax-01",)
+"""Models whose published files have an index, which the converter reads, and no tensors that transformers computes."""
 UNCONVERTED = {"deepseek-v4": "num_hash_layers"}
 """Others that it refuses, and a part of what it says: it reads more settings that transformers 5 writes otherwise."""
 
@@ -165,6 +179,15 @@ def for_converter(name: str, folder: Path) -> Path:
     """The model as it would be published."""
     config = folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | PUBLISHED.get(name, {})))
+    if rename := RENAMED.get(name):
+        named = {rename(tensor): values for tensor, values in load_file(folder / "model.safetensors").items()}
+        save_file(named, folder / "model.safetensors", {"format": "pt"})
+    if name in IN_PARTS:
+        part, tensors = "model-00001-of-00001.safetensors", load_file(folder / "model.safetensors")
+        (folder / "model.safetensors").unlink()
+        weights = {name: tensor for name, tensor in tensors.items() if not name.endswith(("_decay", ".slope_rate"))}
+        save_file(weights, folder / part, {"format": "pt"})
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(weights, part)}))
     if name in TRANSPOSED:
         tensors = load_file(folder / "model.safetensors")
         experts = {name: tensor.swapaxes(1, 2).copy() for name, tensor in tensors.items() if ".experts." in name}

@@ -268,6 +268,9 @@ FAMILIES = {
     "deepseek-v32": "",
     "minimax-m3": "",
     "deepseek-v4": "",
+    "bailing-hybrid": "",
+    "hy-v4": "",
+    "minimax-01": "",
 }
 """Their names in gguf-py; "": it does not know them yet."""
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
@@ -277,7 +280,7 @@ GEMMA3N_ROPE = {
 }
 GRANITE = {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
 IN_IMAGES = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3-vl-moe")
-WRITTEN_ONLY = {"deepseek-v4", "glm4-moe-lite", "granite-4"}
+WRITTEN_ONLY = {"bailing-hybrid", "deepseek-v4", "glm4-moe-lite", "granite-4", "hy-v4", "minimax-01"}
 OWN: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 8},
     "gemma3-text": {"query_pre_attn_scalar": 8, "num_hidden_layers": 7, "sliding_window": 32},
@@ -1377,7 +1380,7 @@ EXPERTS = (
     *("qwen3-next", "qwen3.5-moe", "gpt-oss", "gemma4", "gemma4-moe", "granite-hybrid", "granite-hybrid-moe"),
     *("nemotron-h", "nemotron-h-moe", "falcon-h1", "jamba", "kimi-linear", "mamba", "mamba2"),
     *("llama4", "gemma3n", "deepseek-v32", "deepseek-v4", "minimax-m3", "solar-open", "hy-v3", "mellum", "cohere2-moe"),
-    *("granite-swa", "granite-moe-swa", "laguna", "mistral4"),
+    *("granite-swa", "granite-moe-swa", "laguna", "mistral4", "bailing-hybrid", "hy-v4", "minimax-01"),
 )
 MIXERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 GRANITE_9 = {"layer_types": ["attention" if i in (2, 5, 6) else "mamba" for i in range(9)], "mamba_d_head": 128}
@@ -1410,6 +1413,10 @@ WIDE_TOO: dict[str, dict[str, Any]] = {
     "cohere2-moe": WINDOWED_9 | {"mlp_layer_types": ["dense"] + ["sparse"] * 8, "prefix_dense_intermediate_size": 512},
     "laguna": WINDOWED_9 | {"num_attention_heads_per_layer": [4] * 9, "shared_expert_intermediate_size": 256},
     "mistral4": {"kv_lora_rank": 256, "q_lora_rank": 256},
+    "minimax-01": {"layer_types": ["full_attention" if i in (2, 5, 6) else "linear_attention" for i in range(9)]},
+    "bailing-hybrid": {"layer_types": ["full_attention" if i in (2, 5, 6) else "linear_attention" for i in range(9)]}
+    | {"kv_lora_rank": 256, "head_dim": 64, "qk_nope_head_dim": 256},
+    "hy-v4": {"kv_lora_rank": 256, "q_lora_rank": 256, "indexer_types": ["full", "shared", "full"] * 3},
     "gemma3n": {"num_hidden_layers": 22, "vocab_size_per_layer_input": 262},
     "glm-dsa": {"kv_lora_rank": 256, "q_lora_rank": 256, "indexer_types": ["full", "shared", "full"] * 3},
 }
@@ -1572,7 +1579,7 @@ def test_published_config_files_rely_on_defaults(model: Path) -> None:
 @pytest.mark.reader
 @needs_llama_cpp
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"phimoe"}))  # which llama.cpp computes otherwise
+@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"hy-v4", "phimoe"}))  # which llama.cpp computes otherwise
 def test_llama_cpp_computes_what_transformers_does(name: str, tmp_path: Path, tokenizers: dict[str, Path]) -> None:
     changes = {**OWN.get(name, {}), **WRITTEN_OTHERWISE.get(name, {})}
     agree(zoo.save(name, tmp_path / "m", 1, dtype="float32", **{**JUDGED, **changes}), name, tokenizers)

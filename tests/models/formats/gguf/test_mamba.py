@@ -37,6 +37,7 @@ def test_a_file_without_attention() -> None:
     [
         ("jamba", {"num_hidden_layers": 4, "attn_layer_period": 4, "attn_layer_offset": 3}, 3),
         ("kimi-linear", {}, 2),
+        ("bailing-hybrid", {}, 1),
         ("granite-hybrid", {}, 1),
     ],
 )

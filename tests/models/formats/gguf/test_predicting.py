@@ -23,19 +23,25 @@ Tensors = dict[str, npt.NDArray[Any]]
 
 FAMILIES = {
     **dict.fromkeys(
-        ("glm4-moe", "glm4-moe-lite", "exaone-moe", "glm-dsa", "deepseek-v32", "qwen3-next", "hy-v3", "cohere2-moe"),
+        (
+            *("glm4-moe", "glm4-moe-lite", "exaone-moe", "glm-dsa", "deepseek-v32", "qwen3-next", "hy-v3", "cohere2-moe"),
+            "bailing-hybrid",
+        ),
         "num_nextn_predict_layers",
     ),
     **dict.fromkeys(("qwen3.5", "qwen3.5-moe"), "mtp_num_hidden_layers"),
 }
 """config.json's number of layers that predict."""
-NUMBERED = ("glm4-moe", "glm4-moe-lite", "glm-dsa", "deepseek-v32", "hy-v3", "cohere2-moe")
+NUMBERED = ("glm4-moe", "glm4-moe-lite", "glm-dsa", "deepseek-v32", "hy-v3", "cohere2-moe", "bailing-hybrid")
 """Those whose layers that predict are numbered on; the others have a stack of them."""
 LIKE = {"exaone-moe": 0}
 """Of those whose layers that predict have no experts: a layer without."""
-LAST = {"hy-v3": "final_layernorm"}
+LAST = dict.fromkeys(("hy-v3", "bailing-hybrid"), "final_layernorm")
 """The last norm of such a layer, where it has another name."""
+ALONE = ("bailing-hybrid",)
+"""Those whose layers that predict have no embedding and no head, and whose last norm llama.cpp calls `layer_output_norm`."""
 STACK = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "shared_head.norm": "norm"}
+ATTENDS = re.compile(r"model\.layers\.(\d+)\.(?:self_attn\.o_proj|attention\.kv_b_proj)")
 TOKENS = [3, 17, 9, 30, 5]
 
 
@@ -51,7 +57,7 @@ def save(family: str, folder: Path, **changes: Any) -> tuple[Path, Path, Tensors
     with weightsmith.open_checkpoint(plain) as opened:
         config, tensors = dict(opened.config or {}), {name: opened.read(name) for name in opened.specs}
     layers, hidden = config["num_hidden_layers"], config["hidden_size"]
-    full = max(int(match[1]) for name in tensors if (match := re.match(r"model\.layers\.(\d+)\.self_attn\.o_proj", name)))
+    full = max(int(match[1]) for name in tensors if (match := ATTENDS.match(name)))
     full = LIKE.get(family, full)
     random = np.random.default_rng(5)
     start = f"model.layers.{full}."
@@ -60,10 +66,9 @@ def save(family: str, folder: Path, **changes: Any) -> tuple[Path, Path, Tensors
     alone = {f"{name}.weight": random.normal(0, 0.1, hidden).astype(BF16) for name in ("enorm", "hnorm", "shared_head.norm")}
     alone["eh_proj.weight"] = random.normal(0, 0.1, (hidden, 2 * hidden)).astype(BF16)
     if family in NUMBERED:
-        head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
-        alone |= {
-            name: random.normal(0, 0.1, head.shape).astype(BF16) for name in ("embed_tokens.weight", "shared_head.head.weight")
-        }
+        head = tensors["lm_head.weight"] if "lm_head.weight" in tensors else tensors["model.embed_tokens.weight"]
+        ends = () if family in ALONE else ("embed_tokens.weight", "shared_head.head.weight")
+        alone |= {name: random.normal(0, 0.1, head.shape).astype(BF16) for name in ends}
         alone[f"{LAST.get(family, 'shared_head.norm')}.weight"] = alone.pop("shared_head.norm.weight")
         added = {f"model.layers.{layers}.{name}": values for name, values in (block | alone).items()}
     else:
@@ -105,14 +110,19 @@ def test_they_are_written_as_llama_cpps_converter_does_and_come_back(family: str
     assert keys[f"{stem}.nextn_predict_layers"] == 1
     known = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GLM4_MOE, layers + 1)  # older versions have no such names for Qwen
     alone = {re.sub(r"^.*?(layers\.\d+\.|mtp\.)", "", name): values for name, values in added.items()}
-    for module, here in ({name: name for name in (*STACK, "embed_tokens")} if family in NUMBERED else STACK).items():
-        _, shape, data = written[f"{known.get_name(f'model.layers.{layers}.{module}')}.weight"]
+    numbered = (*STACK, *(() if family in ALONE else ("embed_tokens",)))
+    for module, here in ({name: name for name in numbered} if family in NUMBERED else STACK).items():
+        stored_name = str(known.get_name(f"model.layers.{layers}.{module}"))
+        if family in ALONE:
+            stored_name = stored_name.replace("nextn.shared_head_norm", "layer_output_norm")
+        _, shape, data = written[f"{stored_name}.weight"]
         last = LAST.get(family, here) if module == "shared_head.norm" else here
         values = alone[f"{last}.weight"].astype(np.float32)
         shift = 1 if family.startswith("qwen") and "norm" in module else 0  # as Gemma's norms
         assert np.array_equal(np.frombuffer(data, "<f4").reshape(shape), values + np.float32(shift)), module
     with weightsmith.open_checkpoint(source) as here, weightsmith.open_checkpoint(path) as back:
-        assert back.specs.keys() == here.specs.keys()
+        published = zoo.published_names_of_ling(here.specs)  # of others, the same
+        assert back.specs.keys() == {*published.values()}
         for name in added:
             assert np.allclose(back.read(name).astype(np.float32), here.read(name).astype(np.float32), rtol=0, atol=1e-6), name
         assert back.config is not None

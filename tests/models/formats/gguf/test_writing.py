@@ -229,7 +229,12 @@ def test_a_vector_becomes_rows() -> None:
     """Mamba's vectors are matrices in GGUF files."""
     vector = np.log(np.arange(1, 7, dtype=np.float32))
     spec = TensorSpec("A_log", BF16, (6,))
-    for name, shape, expected in (("gguf-f32=2", (3, 2), vector), ("gguf-f32-exp=1", (6, 1), -np.arange(1, 7))):
+    numbers = np.arange(1, 7)
+    for name, shape, expected in (
+        ("gguf-f32=2", (3, 2), vector),
+        ("gguf-f32-exp=1", (6, 1), -numbers),
+        ("gguf-f32+exp=1", (6, 1), numbers),
+    ):
         encoding = find(name)
         assert encoding is not None
         assert (encoding.name, [out.shape for out in encoding.outs(spec)]) == (name, [shape])

@@ -21,7 +21,7 @@ from weightsmith._files.copied import is_read
 from weightsmith._models.formats.gguf.about import Stated, keys_of_files, read_metadata, said_generation
 from weightsmith._models.formats.gguf.architectures import architecture_of_config, find_architecture, text_config
 from weightsmith._models.formats.gguf.base.architecture import COMPUTED, NOT_ADDED, GgufArchitecture
-from weightsmith._models.formats.gguf.base.tensors import SplitTensor, is_decay, is_norm, is_router, predicts, text_name
+from weightsmith._models.formats.gguf.base.tensors import SplitTensor, is_norm, is_router, predicts, text_name
 from weightsmith._models.formats.gguf.base.values import Floats, GgufConfig
 from weightsmith._models.formats.gguf.base.vision import PROCESSOR
 from weightsmith._models.formats.gguf.cuts import CutEncoding, HeadOrder, Pieces, part_shape, pieces_of
@@ -378,6 +378,7 @@ def _shape(model: _Model, stored: Sequence[_Stored], keys: Mapping[str, Value], 
         big=model.architecture.name == "llama" and layers == 80 and heads != kv_heads,
         attention=_numbers(_V, names),
         mlps=_numbers(_DOWN, names),
+        plain_heads=model.architecture.name == "bailingmoe3",
     )
 
 
@@ -770,7 +771,7 @@ def _encoded(
     else:
         heads = config.count("num_attention_heads")
         turned = architecture.rotated_heads(spec.name, heads, config.count("num_key_value_heads", heads))
-        head_rows, decays = spec.shape[0] // turned if turned else 0, is_decay(spec.name)
+        head_rows, power = spec.shape[0] // turned if turned else 0, architecture.power_of(spec.name)
         shift, skipped = architecture.shift_of(spec.name), architecture.rows_skipped(spec.name, config)
         factored = kinds[0] == model.mixture.name == _FACTORED or (architecture.factored and _is_factored(stored, kinds[0]))
         columns = architecture.columns_of(spec.name, config)
@@ -778,7 +779,7 @@ def _encoded(
             dtypes[0],
             head_rows,
             shift,
-            decays,
+            power,
             skipped=skipped,
             factored=factored,
             columns=columns,

@@ -27,7 +27,7 @@ from weightsmith._models.formats.decoded import DecodedTensors, Weight
 from weightsmith._models.formats.gguf.about import GENERATION, card_of_keys, generation_of_keys, values_of
 from weightsmith._models.formats.gguf.architectures import architecture_of_file
 from weightsmith._models.formats.gguf.base.architecture import Contents, GgufArchitecture
-from weightsmith._models.formats.gguf.base.tensors import is_decay, predicts
+from weightsmith._models.formats.gguf.base.tensors import predicts
 from weightsmith._models.formats.gguf.base.values import GgufConfig, GgufValues
 from weightsmith._models.formats.gguf.cuts import (
     CutEncoding,
@@ -88,7 +88,7 @@ class StoredBlocks:
     stored     the type in the file
     head_rows  rows of a head, if the rows of each head are in another order; else 0
     shift      what was added to the values
-    decays     whether -exp of the values is stored
+    power      1 or -1: exp or -exp of the values is stored; 0: the values
     factors    by which its matrices are multiplied
     name       of the tensor in the file; of the experts of a layer, which are one there, of all of them
     expert     its number among these
@@ -100,7 +100,7 @@ class StoredBlocks:
     stored: DType
     head_rows: int = 0
     shift: float = 0.0
-    decays: bool = False
+    power: int = 0
     factors: Factors | None = None
     name: str = ""
     expert: int = 0
@@ -108,7 +108,7 @@ class StoredBlocks:
     @property
     def plain(self) -> bool:
         """Whether the bytes in the file are those of the tensor."""
-        changed = self.head_rows or self.shift or self.decays or self.factors is not None
+        changed = self.head_rows or self.shift or self.power or self.factors is not None
         return self.stored.block == 1 and not changed
 
 
@@ -139,7 +139,7 @@ class GgufTensors(FileTensors[StoredBlocks]):
         """How the file has a tensor."""
         tensor = self._find(name)
         factors, cols = tensor.factors, tensor.spec.shape[-1] if tensor.spec.shape else 1
-        encoding = GgufEncoding(tensor.stored, tensor.head_rows, tensor.shift, tensor.decays, factored=factors is not None)
+        encoding = GgufEncoding(tensor.stored, tensor.head_rows, tensor.shift, tensor.power, factored=factors is not None)
         first = tensor.expert * (tensor.spec.size // cols) * as_bytes(TensorSpec("", tensor.stored, (cols,))).size
         parts = [StoredPart(tensor.name, tensor.stored, first)]
         if factors is not None:
@@ -189,7 +189,7 @@ class GgufTensors(FileTensors[StoredBlocks]):
         self._files.read(tensor.file, tensor.spec.name, offset, raw.data)
         if stored.block > 1:
             values: npt.NDArray[Any] = dequantise(stored, raw, count)
-        elif tensor.shift or tensor.decays or tensor.factors is not None:
+        elif tensor.shift or tensor.power or tensor.factors is not None:
             values = raw.view(stored.numpy).astype(np.float32)
         else:
             values = raw.view(f"u{stored.itemsize}")
@@ -198,8 +198,8 @@ class GgufTensors(FileTensors[StoredBlocks]):
         values = from_llama_order(values, tensor.head_rows, cols)
         if tensor.shift:
             values -= np.float32(tensor.shift)
-        if tensor.decays:  # libm's: numpy's log depends on the CPU; NaN is the caller's to refuse
-            values = np.array([math.log(-x) if x < 0 else math.nan for x in values.tolist()], np.float32)
+        if tensor.power:  # libm's: numpy's log depends on the CPU; NaN is the caller's to refuse
+            values = np.array([math.log(x) if x > 0 else math.nan for x in (tensor.power * values).tolist()], np.float32)
         return values
 
     def _factors(self, tensor: StoredBlocks, factors: Factors, first: int, count: int) -> npt.NDArray[np.float32]:
@@ -479,13 +479,13 @@ def _tensors(path: Path, header: GgufHeader, named: _Named) -> list[StoredBlocks
         if heads and tensor.shape[0] % (2 * heads):
             what = f"tensor {show(tensor.name)} has {tensor.shape[0]:,} rows for {heads} heads"
             raise FormatError(what, where=str(path), fix=DAMAGED)
-        shift, decays = architecture.shift_of(tensor.name), is_decay(tensor.name)
-        decoded = tensor.dtype.block > 1 or shift or decays or factors is not None
+        shift, power = architecture.shift_of(tensor.name), architecture.power_of(tensor.name)
+        decoded = tensor.dtype.block > 1 or shift or power or factors is not None
         dtype = DTYPES["F32"] if decoded else tensor.dtype
         head_rows = tensor.shape[0] // heads if heads else 0
         shape = architecture.hub_shape(tensor.name, tensor.shape)
         spec = TensorSpec(name, dtype, shape)
-        stored.append(StoredBlocks(spec, path, tensor.offset, tensor.dtype, head_rows, shift, decays, factors, tensor.name))
+        stored.append(StoredBlocks(spec, path, tensor.offset, tensor.dtype, head_rows, shift, power, factors, tensor.name))
     return stored
 
 

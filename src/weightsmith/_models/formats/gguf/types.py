@@ -114,6 +114,7 @@ class Shape:
     tied      the embedding is the head too
     weighted  there are importances
     big       Llama's 70B, whose v is small beside q
+    plain_heads  Ling, whose heads of a latent vector are not MXFP4 beside experts that are
     """
 
     layers: int
@@ -125,6 +126,7 @@ class Shape:
     big: bool
     attention: tuple[int, ...] = ()
     mlps: tuple[int, ...] = ()
+    plain_heads: bool = False
 
     @property
     def group(self) -> int:
@@ -176,7 +178,7 @@ def type_of(mixture: Mixture, spec: TensorSpec, shape: Shape, chosen: Chosen = (
         return "F32"
     several = len(spec.shape) == 3 and spec.shape[0] > 1
     if mixture.name == "MXFP4_MOE":  # experts, and DeepSeek's heads
-        ruled = "MXFP4" if several else "Q8_0"
+        ruled = "MXFP4" if several and not (shape.plain_heads and "_exps." not in name) else "Q8_0"
     elif mixture.name == "NVFP4":  # as NVIDIA's checkpoints have it: the embedding and the head have more bits
         ruled = "NVFP4" if _LAYER.match(name) else "Q8_0"
     elif mixture.name == COPIED.name:

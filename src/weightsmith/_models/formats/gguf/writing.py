@@ -5,7 +5,7 @@ Blocks of common types are encoded by kernels of our own, those of the others by
     gguf-q4_k      rows as blocks of Q4_K, all in one tensor
     gguf-q8_0/64   the same, with the rows of each head of 64 in the order that llama.cpp's RoPE wants
     gguf-f32+1     numbers, to which 1 is added: a norm of Gemma
-    gguf-f32-exp   -exp of numbers: how fast the states of Qwen3.5's linear attention decay
+    gguf-f32-exp   -exp of numbers: how fast the states of Qwen3.5's linear attention decay; gguf-f32+exp: exp, as Ling has it
     gguf-nvfp4-scaled  NVFP4 of rows divided by a number, which is a tensor of its own: `X.scale`
     gguf-q8_0~0.5  rows that are multiplied by 0.5
     gguf-q8_0~0.5~64:0.25,96:2.0  the same, and then the first 64 by 0.25, and the next 96 by 2
@@ -71,7 +71,7 @@ _LARGEST_POWER = 88.7
 """The largest power of e that a float32 holds, rounded down."""
 _LARGEST_FACTOR = 3e38
 _NAME = re.compile(
-    r"gguf-([a-z0-9_]+)(?:/([1-9][0-9]{0,5}))?(\+1|-exp|-scaled|-deep)?(?::([1-9][0-9]{0,3}))?(?:\*([2-9])(?:@([1-9]))?)?(?:=([1-9][0-9]{0,8}))?"
+    r"gguf-([a-z0-9_]+)(?:/([1-9][0-9]{0,5}))?(\+1|[+-]exp|-scaled|-deep)?(?::([1-9][0-9]{0,3}))?(?:\*([2-9])(?:@([1-9]))?)?(?:=([1-9][0-9]{0,8}))?"
     r"((?:~[0-9.e:,+-]{1,999}){0,3})"
 )
 _BAND = re.compile(r"(?:([1-9][0-9]{0,8}):)?([0-9.e+-]{1,30})")
@@ -112,7 +112,7 @@ class GgufEncoding(OneType):
 
     head_rows  rows of a head that are reordered; 0: none are
     shift      added to every value
-    decays     whether -exp of every value is stored
+    power      1 or -1: exp or -exp of every value is stored; 0: the value
     pieces     number of equal pieces that are tensors of their own
     axis       dimension that is cut into pieces; other than 0, it has a place for each, and the pieces do not have it
     skipped    number of rows at the start that are left out
@@ -125,7 +125,7 @@ class GgufEncoding(OneType):
 
     head_rows: int = 0
     shift: float = 0.0
-    decays: bool = False
+    power: int = 0
     pieces: int = 1
     axis: int = 0
     skipped: int = 0
@@ -139,7 +139,8 @@ class GgufEncoding(OneType):
         """As in plans."""
         heads = f"/{self.head_rows}" if self.head_rows else ""
         pieces = "" if self.pieces == 1 else f"*{self.pieces}{f'@{self.axis}' if self.axis else ''}"
-        change = "+1" if self.shift else "-exp" if self.decays else "-scaled" if self.factored else "-deep" if self.deep else ""
+        change = "+1" if self.shift else "-scaled" if self.factored else "-deep" if self.deep else ""
+        change = change or {1: "+exp", -1: "-exp"}.get(self.power, "")
         change = change or (f":{self.skipped}" if self.skipped else "")
         columns = f"={self.columns}" if self.columns else ""
         times = "".join(f"~{','.join(f'{rows}:{by!r}' if rows else repr(by) for rows, by in bands)}" for bands in self.times)
@@ -178,17 +179,17 @@ class GgufEncoding(OneType):
             return why
         if self.head_rows and (self.head_rows % 2 or spec.shape[0] % self.head_rows):
             return f"its {spec.shape[0]:,} rows are not whole heads of {self.head_rows}"
-        if self.factored and (self.dtype.name != "NVFP4" or self.shift or self.decays):
+        if self.factored and (self.dtype.name != "NVFP4" or self.shift or self.power):
             return "only NVFP4 has a number by which rows are divided"
         if self.deep and (len(spec.shape) != 3 or spec.shape[1] != 1 or self.dtype.block > 1):
             return f"its shape {list(spec.shape)} is not one of a depthwise convolution"
         if self.columns and (len(spec.shape) != 1 or spec.shape[0] % self.columns or self.dtype.block > 1 or self.pieces > 1):
             return f"its shape {list(spec.shape)} is not one of a vector that becomes plain rows of {self.columns:,}"
-        if self.times and (len(spec.shape) != 2 or self.shift or self.decays or self.factored):
+        if self.times and (len(spec.shape) != 2 or self.shift or self.power or self.factored):
             return f"its shape is {list(spec.shape)}, and only rows of matrices are multiplied"
         if bands := next((b for b in self.times if b[0][0] and sum(rows for rows, _ in b) != spec.shape[0]), None):
             return f"its {spec.shape[0]:,} rows are not {' + '.join(f'{rows:,}' for rows, _ in bands)}"
-        changed = self.dtype.block > 1 or self.head_rows or self.shift or self.decays or self.times
+        changed = self.dtype.block > 1 or self.head_rows or self.shift or self.power or self.times
         if self.pieces > 1 and (changed or self.skipped):
             return "pieces are plain numbers"
         if self.skipped and (changed or len(spec.shape) < 2 or spec.shape[0] <= self.skipped):
@@ -244,11 +245,11 @@ class GgufEncoding(OneType):
         rows = to_llama_order(rows, self.head_rows)
         if self.shift:
             rows = rows + np.float32(self.shift)
-        if self.decays:  # libm's: numpy's exp depends on the processor
+        if self.power:  # libm's: numpy's exp depends on the processor
             if (top := rows[np.isfinite(rows)].max(initial=0)) > _LARGEST_POWER:
                 what, fix = f"exp({top:g}) is not a number that F32 can hold", "repair the model"
                 raise NonFinite(what, where=f"output tensor {show(spec.name)}", fix=fix)
-            rows = np.array([-math.exp(x) for x in rows.reshape(-1).tolist()], np.float32).reshape(rows.shape)
+            rows = np.array([self.power * math.exp(x) for x in rows.reshape(-1).tolist()], np.float32).reshape(rows.shape)
         if self.dtype.block == 1:
             _plain(self.dtype, rows, outs[0])
             return
@@ -354,13 +355,13 @@ def find(name: str) -> GgufEncoding | None:
     dtype = None if match is None else STORED.get(match[1].upper())
     if match is None or dtype is None or (dtype.name not in TYPES and name != f"{PREFIX}{match[1]}"):
         return None
-    shift, decays = 1.0 if match[3] == "+1" else 0.0, match[3] == "-exp"
+    shift, power = 1.0 if match[3] == "+1" else 0.0, {"+exp": 1, "-exp": -1}.get(match[3], 0)
     skipped, pieces, axis = int(match[4] or 0), int(match[5] or 1), int(match[6] or 0)
     factored, columns = match[3] == "-scaled", int(match[7] or 0)
     times = [_bands(text) for text in match[8].split("~")[1:]]
     head_rows, known = int(match[2] or 0), tuple(bands for bands in times if bands)
     deep = match[3] == "-deep"
-    encoding = GgufEncoding(dtype, head_rows, shift, decays, pieces, axis, skipped, factored, columns, times=known, deep=deep)
+    encoding = GgufEncoding(dtype, head_rows, shift, power, pieces, axis, skipped, factored, columns, times=known, deep=deep)
     return encoding if len(known) == len(times) and encoding.name == name else None
 
 

@@ -24,7 +24,8 @@ NAMES = (
     "llama", "mistral", "qwen_vl", "qwen", "qwen_next", "gemma", "phi", "deepseek", "glm", "gpt_oss", "granite", "olmo",
     "cohere", "smollm", "internvl", "lfm2", "ernie", "exaone", "nemotron", "starcoder", "stablelm", "hunyuan", "seed_oss",
     "dots1", "afmoe", "mimo", "dbrx", "arcee", "minimax", "gpt_neox", "bert", "modernbert", "nomic", "jina", "eurobert",
-    "apertus", "falcon", "jamba", "kimi", "mamba", "hy", "mellum", "laguna", "llama4", "gemma3n", "deepseek4",
+    "apertus", "falcon", "jamba", "kimi", "mamba", "hy", "mellum", "laguna", "llama4", "gemma3n", "deepseek4", "bailing", "hy4",
+    "minimax01",
 )  # fmt: skip
 """weightsmith's files. Those whose `fits` tells them from others with the same `model_type` are before these."""
 
@@ -52,7 +53,7 @@ def architectures() -> Iterator[GgufArchitecture]:
 def find_architecture(config: Mapping[str, Any]) -> GgufArchitecture | None:
     """The architecture of a model with this config.json; None if no GGUF file is written of it."""
     alike = (architecture for architecture in architectures() if config.get("model_type") in architecture.model_types)
-    return next((architecture for architecture in alike if architecture.fits(config)), None)
+    return next((architecture.of_config(config) for architecture in alike if architecture.fits(config)), None)
 
 
 def architecture_of_config(config: Mapping[str, Any]) -> GgufArchitecture:
@@ -80,7 +81,7 @@ def architecture_of_file(keys: Mapping[str, Any], tensors: Container[str], where
     alike = (candidate for candidate in architectures() if candidate.readable and candidate.name == name)
     owners = (candidate for candidate in alike if candidate.owns(candidate.values(keys, where)) and candidate.holds(tensors))
     if architecture := next(owners, None):
-        return architecture
+        return architecture.of_keys(architecture.values(keys, where))
     with_experts = "expert_count" in GgufValues(keys, where, DAMAGED, f"{name}.")
     what = f"a GGUF file of the architecture {show(name)}{' with experts' if with_experts else ''}"
     known = ", ".join(dict.fromkeys(candidate.name for candidate in architectures() if candidate.readable))

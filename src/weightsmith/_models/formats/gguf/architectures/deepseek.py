@@ -106,7 +106,7 @@ class DeepseekV2(GgufArchitecture):
     class_name = "DeepseekV2ForCausalLM"
     model_types: ClassVar[tuple[str, ...]] = ("deepseek_v2",)
     layer = {**LATENT, "attn_norm": "input_layernorm", **MLP, **MLP_NORM, **ROUTER, **SHARED_EXPERTS, **EXPERTS}
-    splits = LATENT_PARTS
+    splits: ClassVar[tuple[SplitTensor, ...]] = LATENT_PARTS
     shapes = {**LAYER_SHAPES, **LATENT_SHAPES}
     setting_names = {
         **{_RANK: "kv_lora_rank", "attention.q_lora_rank": "q_lora_rank", "rope.dimension_count": "qk_rope_head_dim"},

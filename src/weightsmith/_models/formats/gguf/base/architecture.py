@@ -256,6 +256,14 @@ class GgufArchitecture:
         """Whether a GGUF file that `owns` accepts has the tensors of this class. tensors: their names in the file"""
         return True
 
+    def of_config(self, config: Mapping[str, Any]) -> Self:
+        """The architecture of a model, where names of its tensors depend on config.json."""
+        return self
+
+    def of_keys(self, values: GgufValues) -> Self:
+        """The architecture of a GGUF file, where names of its tensors depend on its keys."""
+        return self
+
     def complete(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """config.json with settings under their present names, and with defaults that are not in `defaults.json`."""
         kinds, setting = config.get("mlp_layer_types"), self._setting_of_dense_layers()
@@ -773,6 +781,10 @@ class GgufArchitecture:
     def shift_of(self, name: str) -> float:
         """What is added to a tensor of a GGUF file."""
         return self.shift if is_norm(name) and not name.endswith(".ssm_norm.weight") else 0.0
+
+    def power_of(self, name: str) -> int:
+        """1 or -1 if exp or -exp of a tensor's values is stored in a GGUF file, else 0."""
+        return -1 if name.endswith(".ssm_a") else 0
 
     def rotated_heads(self, name: str, heads: int, kv_heads: int) -> int:
         """The number of heads whose rows are reordered in a tensor of a GGUF file; 0 if none are."""

@@ -82,6 +82,13 @@ def need_attention(config: GgufConfig, attends: list[bool]) -> None:
         raise Unsupported(what, where="config.json", fix="keep a layer with attention")
 
 
+def need_states(config: GgufConfig, attends: list[bool]) -> None:
+    """Raise Unsupported unless a layer has a state: llama.cpp ends with an error where it keeps none."""
+    if all(attends):
+        what = f"all layers have attention, and llama.cpp runs no model of '{config.get('model_type')}' without another one"
+        raise Unsupported(what, where="config.json", fix="keep a layer with linear attention")
+
+
 def take_kv_heads(values: GgufValues, layers: int) -> tuple[int, list[bool]]:
     """The heads of k and v, and which layers attend. Raises FormatError unless all that do have as many."""
     heads = values.get(KV_HEADS)

@@ -107,6 +107,8 @@ NEXTN = {
 """Modules that only layers that predict have."""
 STACK_NAMES = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "shared_head.norm": "norm"}
 """`Predicting.renamed` of stacks with Qwen3-Next's names."""
+LAST_NORM = "layer_output_norm"
+"""The name that a few architectures have for `nextn.shared_head_norm`."""
 _NEEDED = ("nextn.eh_proj.weight", "nextn.enorm.weight", "nextn.hnorm.weight")
 
 
@@ -122,7 +124,7 @@ def first_incomplete(layers: Mapping[int, Iterable[str]], trunk: int) -> int | N
     """
     alike_sets = [{*names} for number, names in layers.items() if number < trunk]
     for number, names in sorted(layers.items()):
-        alike = {name for name in names if not name.startswith("nextn.")}
+        alike = {name for name in names if not name.startswith(("nextn.", LAST_NORM))}
         if number >= trunk and not (alike in alike_sets and {*names}.issuperset(_NEEDED)):
             return number
     return None
@@ -155,6 +157,16 @@ def predicts(name: str, layers: float = math.inf) -> bool:
     return name.startswith(("mtp.", "model.mtp")) or (match is not None and int(match[1]) >= layers)
 
 
+def layer_number(name: str) -> int:
+    """Of the layer that a tensor belongs to, under either name; -1 if it belongs to none.
+
+    >>> layer_number("model.layers.12.mlp.up_proj.weight"), layer_number("blk.0.attn_q.weight"), layer_number("lm_head.weight")
+    (12, 0, -1)
+    """
+    match = _NUMBER.match(name)
+    return int(match[1]) if match is not None else -1
+
+
 def text_name(name: str) -> str:
     """The name of a tensor in the language model alone; unchanged for one of other parts.
 
@@ -178,11 +190,6 @@ def is_norm(name: str) -> bool:
     (True, False)
     """
     return name.endswith(("_norm.weight", ".enorm.weight", ".hnorm.weight"))
-
-
-def is_decay(name: str) -> bool:
-    """Whether -exp of a tensor is stored in a GGUF file."""
-    return name.endswith(".ssm_a")
 
 
 def is_router(name: str) -> bool:
