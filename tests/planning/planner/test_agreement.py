@@ -121,6 +121,18 @@ def test_the_same_said_otherwise_is_no_difference(a: dict[str, Any], b: dict[str
     assert said(tmp_path, a, b) == []
 
 
+def test_labels_in_another_order_are_a_warning(tmp_path: Path) -> None:
+    """Two classifiers of equal shapes: each row of the merged head would stand for two labels."""
+    one, other = {"id2label": {"0": "negative", "1": "positive"}}, {"id2label": {"1": "NEGATIVE", "0": "POSITIVE"}}
+    assert said(tmp_path / "other", one, one, other) == [
+        "config.json: the models differ in labels; the output has 0 negative, 1 positive\n"
+        "  m0 and m1: 0 negative, 1 positive\n  m2: 0 positive, 1 negative\n"
+        "  -> Give all models the same labels in the same order first: the rows of their heads are merged by number."
+    ]
+    unstated: list[dict[str, Any]] = [{"id2label": {"0": "LABEL_0", "1": "LABEL_1"}}, {"id2label": ["x"]}, {"id2label": {}}, {}]
+    assert said(tmp_path / "same", one, {"id2label": {"0": "Negative", "1": "Positive"}}, *unstated) == []
+
+
 def test_the_text_part_of_a_composed_config_is_compared(tmp_path: Path) -> None:
     def composed(theta: float, eps: float) -> dict[str, Any]:
         text = {"model_type": "x_text", "num_hidden_layers": 2, "rope_theta": theta}

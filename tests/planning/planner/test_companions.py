@@ -226,8 +226,10 @@ def test_tokens_that_end_texts_of_other_models_alone_are_a_warning(make: Make, u
     assert not any("end texts" in text for text in said(weightsmith.plan(merge)))
 
 
-@pytest.mark.parametrize("union", [False, True])
-def test_texts_end_as_those_of_the_model_whose_chat_template_is_taken(make: Make, union: bool) -> None:
+@pytest.mark.parametrize(
+    ("union", "keys"), [(False, {}), (True, {}), (False, {"chat_template": "auto"}), (True, {"chat_template": "auto"})]
+)
+def test_texts_end_as_those_of_the_model_whose_chat_template_is_taken(make: Make, union: bool, keys: dict[str, Any]) -> None:
     """A base's texts end with one token, and the turns of its fine-tunes with another: without it, they go on and on."""
     tokenizer = trained(special=["</s>", "<|end|>"])
     stop, end = (tokenizer.token_to_id(name) for name in ("</s>", "<|end|>"))
@@ -237,7 +239,7 @@ def test_texts_end_as_those_of_the_model_whose_chat_template_is_taken(make: Make
     ends = {"generation_config.json": json.dumps({"eos_token_id": [end, stop]})}
     make("fr", tokenizer, {**ends, "chat_template.jinja": TEMPLATE}, seed=1)
     make("de", tokenizer, ends, seed=2)
-    merge = {**recipe("base", "fr", "de"), **({"tokenizer_source": "union"} if union else {})}
+    merge = {**recipe("base", "fr", "de"), **({"tokenizer_source": "union"} if union else {}), **keys}
     plan = weightsmith.plan(merge)
     assert json.loads(plan.files["generation_config.json"]) == {"eos_token_id": [old, new], "top_p": 0.5}
     assert "generation_config.json: texts end with '<|end|>' too, as those of fr, whose chat template the output has" in said(
@@ -322,6 +324,16 @@ def test_a_vision_model_without_a_processor_gets_that_of_another(make: Make) -> 
     note = "preprocessor_config.json: base has no processor of images or audio: the output has that of fr\n  de has another one"
     assert note in said(plan)
     assert plan.lacking == {}
+
+
+def test_a_processor_with_code_of_its_own_is_not_taken(make: Make) -> None:
+    """Only the donor's code is copied."""
+    seeing = {**plan_help.config(vocab_size=330, tie_word_embeddings=True), "vision_config": {"hidden_size": 8}}
+    stated = {"config.json": json.dumps(seeing)}
+    make("base", trained(), stated)
+    own = {"processor_config.json": '{"auto_map": {"AutoProcessor": "processing_x.XProcessor"}}', "processing_x.py": ""}
+    make("fr", trained(), {**stated, **own}, seed=1)
+    assert weightsmith.plan(recipe("base", "fr")).files == {}
 
 
 def test_ends_of_texts_are_compared_only_where_tokens_are_known(make: Make) -> None:
@@ -436,6 +448,23 @@ def test_a_gguf_file_gets_the_tokenizer_that_is_taken(make: Make) -> None:
     assert TEMPLATE.encode() in plan.header
     assert b"tokenizer.ggml.tokens" in plan.header
     assert plan.lacking == {"fr": ("LICENSE",)}
+
+
+def test_a_gguf_file_made_from_another_has_the_tokenizer_of_the_adapter(make: Make) -> None:
+    """Keys of the base's file are kept only if its tokenizer is."""
+    make("base", trained(), whole=True)
+    weightsmith.quantize("base", "gguf", format="gguf-f16", progress=False, fsync=False)
+    factors = {f"base_model.model.model.layers.0.self_attn.q_proj.lora_{part}.weight": np.ones((64, 64)) for part in "AB"}
+    write_checkpoint(Path("a"), {name: array.astype(np.float32) for name, array in factors.items()})
+    Path("a/model.safetensors").rename("a/adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 64, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    own = {"adapter_config.json": json.dumps(config).encode(), "chat_template.jinja": TEMPLATE.encode()}
+    write(Path("a"), {**files(trained(), eos_token="</s>"), **own})
+    chat = {"merge_method": "passthrough", "models": [{"model": "gguf/model.gguf+a"}]}
+    plan = weightsmith.plan(chat, quantize="gguf-f16")
+    assert TEMPLATE.encode() in plan.header
+    Path("a/chat_template.jinja").unlink()
+    assert b"tokenizer.chat_template" not in weightsmith.plan(chat, quantize="gguf-f16").header
 
 
 @pytest.mark.parametrize("model", ["plain", "inline"])

@@ -117,6 +117,17 @@ def test_a_tower_kept_in_another_dtype_keeps_saying_so_unless_all_is_cast(tmp_pa
     assert (p.config["dtype"], p.config["vision_config"]["dtype"]) == ("float16", "float16")
 
 
+def test_a_tower_keeps_its_dtype_where_only_the_parts_name_one(tmp_path: Path) -> None:
+    """As in Qwen3-VL, whose config.json names none at the top."""
+    old = {
+        "text_config": {"num_hidden_layers": 2, "dtype": "bfloat16"},
+        "vision_config": {"depth": 1, "dtype": "float32"},
+    }
+    tower = {"visual.blocks.0.attn.q.weight": np.ones((2, 2), np.float32)}
+    write_checkpoint(tmp_path / "a", decoder() | tower, old)
+    assert plan(linear(str(tmp_path / "a"))).config == {**old, "dtype": "bfloat16"}
+
+
 def test_a_config_that_names_no_dtype_does_afterwards(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "a", decoder(), {"num_hidden_layers": 2})
     p = plan(linear(str(tmp_path / "a")))

@@ -88,14 +88,16 @@ def apply_adapter(base: Checkpoint, adapter: Adapter, ref: str, names: Names = d
         repositories=(*base.repositories, *adapter_checkpoint.repositories),
     )
     beside = Beside(base, adapter_checkpoint, ref)
-    folder, findings = beside.apply(folder, grown=match.grown, trains_tokens=match.trains_tokens)
+    kept, (folder, findings) = folder, beside.apply(folder, grown=match.grown, trains_tokens=match.trains_tokens)
     notes += findings
     source = Adapted(base, adapter_checkpoint, match.origins(), ref)
     adapted = Checkpoint(
         ref, source, folder, metadata=base.metadata, notes=tuple(notes), untied=match.untied, decoded=base.decoded
     )
     if base.verbatim is not None:
-        adapted.verbatim = replace(base.verbatim, stored_as=partial(source.stored_as, base.verbatim.stored_as))
+        header = base.verbatim.header if folder is kept else {}  # it says what the base's tokenizer is
+        stored_as = partial(source.stored_as, base.verbatim.stored_as)
+        adapted.verbatim = replace(base.verbatim, stored_as=stored_as, header=header)
     return adapted
 
 

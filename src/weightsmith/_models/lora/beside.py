@@ -94,25 +94,29 @@ class Beside:
             return "the adapter adds tokens"
         adapter.fetch([name for name in adapter.files if not holds_tokens(name)])
         lends = bool(templates_of(adapter.folder, adapter.files)) and not self._template()
-        same = self._has_same_tokens() if lends or trains_tokens else None
-        if trains_tokens and same is False:
+        ours, theirs = self._tokens() if lends or trains_tokens else ({}, {})
+        if not ours or not theirs:
+            return ""
+        if trains_tokens and ours != theirs:
             return "the adapter has trained other tokens than the base's"
-        return "the adapter has a chat template, and the base has none" if lends and same else ""
+        # a base may have more: a GGUF file has a token for each row
+        return "the adapter has a chat template, and the base has none" if lends and theirs.items() <= ours.items() else ""
 
     def _template(self) -> Any:
         """The base's chat template."""
         self.base.fetch([name for name in (TEMPLATE_FILE, _SETTINGS, OLD_TEMPLATE) if name in self.base.files])
         return templates_of(self.base.folder, self.base.files)
 
-    def _has_same_tokens(self) -> bool | None:
-        """Whether the adapter's tokenizer has the tokens of the base's. None if one cannot be read."""
+    def _tokens(self) -> tuple[Mapping[str, int], Mapping[str, int]]:
+        """The ids of the base's tokens, and of the adapter's; {} for those that cannot be read."""
+        seen: dict[str, Vocabulary] = {}  # equal files are parsed once
+        ids: list[Mapping[str, int]] = []
         for model in (self.base, self.adapter):
             model.fetch([name for name in model.files if is_tokenizer(name)])
-        with contextlib.suppress(FormatError):
-            seen: dict[str, Vocabulary] = {}  # equal files are parsed once
-            ours, theirs = (read_vocabulary(model.ref, model.folder, model.files, seen) for model in (self.base, self.adapter))
-            return None if ours is None or theirs is None else ours.ids == theirs.ids
-        return None
+            with contextlib.suppress(FormatError):
+                vocabulary = read_vocabulary(model.ref, model.folder, model.files, seen)
+                ids.append({} if vocabulary is None else vocabulary.ids)
+        return (ids[0], ids[1]) if len(ids) == 2 else ({}, {})
 
     def _taken(self, folder: ModelFolder) -> tuple[ModelFolder, list[Finding]]:
         """The base's folder with the adapter's tokenizer. It is a temporary one: both are read from elsewhere."""

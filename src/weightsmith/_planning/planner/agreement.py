@@ -227,9 +227,23 @@ def _scaling(config: Config) -> dict[str, Any]:
     return {"type": kind, **(numbers if kind != "default" else {})}
 
 
+def _labels(config: Config) -> str | None:
+    """The labels of a classifier, in the order of the rows of its head; None for the names that transformers gives."""
+    stated = config.get("id2label")
+    labels = {str(number): str(label).casefold() for number, label in stated.items()} if isinstance(stated, dict) else {}
+    if all(label == f"label_{number}" for number, label in labels.items()):
+        return None
+    return ", ".join(f"{number} {labels[number]}" for number in sorted(labels, key=lambda number: (len(number), number)))
+
+
 _KINDS = (
     _ComparedSetting(
         "model type", _stated("model_type"), "merge models of one architecture; mergekit refuses this without --allow-crimes"
+    ),
+    _ComparedSetting(
+        "labels",
+        _labels,
+        "give all models the same labels in the same order first: the rows of their heads are merged by number",
     ),
     _ComparedSetting("RoPE theta", _of_rope("rope_theta", "rotary_emb_base")),
     _ComparedSetting("RoPE scaling", _scaling),

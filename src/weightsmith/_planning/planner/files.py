@@ -23,7 +23,14 @@ from weightsmith._files.copied import holds_tokens, is_tokenizer
 from weightsmith._files.subfolders import MODULES, ROUTER, TEMPLATES, folders_in, module_code, module_steps
 from weightsmith._models.checkpoint import Checkpoint
 from weightsmith._models.structure import Stack, Structure, resize_config, vocabulary
-from weightsmith._models.structure.configs import of_diffusers, replace_value, sections, whole_number, whole_numbers
+from weightsmith._models.structure.configs import (
+    of_diffusers,
+    replace_value,
+    sections,
+    text_sections,
+    whole_number,
+    whole_numbers,
+)
 from weightsmith._models.structure.perlayer import Remap, is_per_layer, rules_for
 from weightsmith._models.tokenizers.files import (
     OLD_TEMPLATE,
@@ -182,6 +189,8 @@ class Companions:
             return
         first = owners[0]
         files = {name: self._bytes(first, name) for name in _PROCESSOR if name in self.opened[first].files}
+        if any(settings_in(data).get("auto_map") for data in files.values()):  # its code would be missing
+            return
         self.files |= files
         what = f"{self.labels[self.donor]} has no processor of images or audio: the output has that of {self.labels[first]}"
         differing = [
@@ -467,16 +476,17 @@ def move_alignment_heads(
 
 
 def _set_dtype(config: dict[str, Any], dtype: DType, *, everywhere: bool) -> None:
-    """Sub-configs follow where they said what the whole said; a vision tower kept in float32 keeps saying so.
+    """Sub-configs follow where they said what the whole said, or its text part; a vision tower kept in float32 keeps saying so.
 
     everywhere  all tensors were cast, towers too
     """
-    said = next((config[key] for key in _DTYPE_KEYS if isinstance(config.get(key), str)), None)
+    stated = [part[key] for part in text_sections(config) for key in _DTYPE_KEYS if isinstance(part.get(key), str)]
+    said, is_named = next(iter(stated), None), any(isinstance(config.get(key), str) for key in _DTYPE_KEYS)
     for _, part in sections(config):
         for key in _DTYPE_KEYS:
             if isinstance(part.get(key), str) and (everywhere or part is config or said is None or part[key] == said):
                 part[key] = dtype.torch
-    if said is None and not of_diffusers(config):  # its classes take no such setting
+    if not is_named and not of_diffusers(config):  # its classes take no such setting
         config["dtype"] = dtype.torch
 
 

@@ -275,6 +275,7 @@ class VocabularyPlanner:
         self.source = donor  # index of the model whose tokenizer the output has; -1: that one
         self.output: Vocabulary | None = None  # the output's, if the recipe asks for one
         self.seen: dict[str, Vocabulary] = {}
+        self.template: int | None = None  # index of the model whose chat template the recipe chooses
 
     def plan(self) -> tuple[Aligned, list[WeightsmithError]]:
         """The vocabulary, and what is wrong with what the recipe asks for."""
@@ -308,6 +309,8 @@ class VocabularyPlanner:
         companions.fill_generation(self._moved)
         companions.fill_modules()
         companions.fill_processor()
+        if self.template is not None:
+            companions.template = self.template
         companions.add_ends(self.output)
         config = copy.deepcopy(dict(self.opened[self.donor].config or {}))
         companions.note_ends(self.output, config if aligned.move is None else aligned.move(config)[0])
@@ -579,6 +582,7 @@ class VocabularyPlanner:
             fix = f"name one: {', '.join(CHAT_TEMPLATES)}; or leave the line out"
             aligned.findings.append(Finding("no model has a chat template, and neither does the output", where, fix=fix))
             return
+        self.template = templates.index(template) if asked == "auto" else -1
         companions = Companions(self.labels, self.opened, self.donor, aligned.files)
-        companions.write_template(template, templates.index(template) if asked == "auto" else -1)
+        companions.write_template(template, self.template)
         aligned.removed |= companions.removed
