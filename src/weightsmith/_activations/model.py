@@ -93,13 +93,25 @@ class TextModel:
     @property
     def bos(self) -> int | None:
         """The token that begins a text, by config.json."""
-        token = (self.config or {}).get("bos_token_id")
-        return token if type(token) is int else None
+        tokens = (config.get("bos_token_id") for config in self.configs)
+        return next((token for token in tokens if type(token) is int), None)
 
     @property
     def positions(self) -> int:
         """The most tokens that a row may have, by config.json."""
-        return count_of(self.config or {}, "max_position_embeddings") or 1 << 30
+        return next(filter(None, (count_of(config, "max_position_embeddings") for config in self.configs)), 1 << 30)
+
+    @property
+    def hidden(self) -> int:
+        """The size of a hidden state."""
+        sizes = [count_of(config, "hidden_size") for config in self.configs]
+        return next(filter(None, sizes), next((step.out.shape[1] for step in self.steps if is_embedding(step.out)), 0))
+
+    @property
+    def configs(self) -> list[Mapping[str, Any]]:
+        """config.json, and its section of the layers: what a model with images says of its text model."""
+        config, stack = self.config or {}, self.structure.main
+        return [config] if stack is None or not stack.config_paths else [config, stack.section(config)]
 
     @cached_property
     def cutter(self) -> Cutter:
@@ -227,8 +239,7 @@ def base_of(model: TextModel) -> Base:
     if stack is None or config is None:
         raise PlanError([_no_decoder(model)])
     config = {key: value for key, value in config.items() if key != "quantization_config"}
-    hidden = count_of(config, "hidden_size") or 0
-    return Base(model.label, model.number, config, stack.prefix, stack.n_layers, hidden, model.instead)
+    return Base(model.label, model.number, config, stack.prefix, stack.n_layers, model.hidden, model.instead)
 
 
 def _no_decoder(model: TextModel) -> WeightsmithError:

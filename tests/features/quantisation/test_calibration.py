@@ -20,9 +20,10 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 import weightsmith
-from tests import zoo
+from tests import vision_zoo, zoo
 from tests.calibration_help import (
     CONFIGS,
+    TEXT,
     TINY,
     captured,
     few_options,
@@ -655,6 +656,33 @@ def test_a_model_without_a_tokenizer_is_one_error(tmp_path: Path) -> None:
         quantise(folder, tmp_path / "out", settings(tmp_path))
 
 
+@pytest.mark.long
+def test_a_head_that_is_stored_as_it_is_may_have_another_name(tmp_path: Path) -> None:
+    source = zoo.save("gpt-neox", tmp_path / "m", 1, vocab_size=256)
+    shutil.copy(save_model(tmp_path / "other") / "tokenizer.json", source)
+    with prepared_for(source, settings(tmp_path, bits=None, uniform=False, group_size=32), "w4a16") as prepared:
+        assert [product.op for product in prepared.plan.products].count("quantised_layer") == 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["w4a16", "gptq-4bit"])
+def test_the_text_half_of_a_model_with_images_is_calibrated(name: str, tmp_path: Path) -> None:
+    source = vision_zoo.save("gemma3", tmp_path / "m", tie_word_embeddings=True)
+    (tmp_path / "text.txt").write_text(TEXT * 4)
+    text: dict[str, Any] = {"calibration": str(tmp_path / "text.txt"), "calibration_tokens": 32}
+    for folder, options in (("rounded", {}), ("q", text)):
+        weightsmith.quantize(source, tmp_path / folder, name, group_size=32, progress=False, **options)
+    plain, rounded, chosen = (
+        load_file(folder / "model.safetensors") for folder in (source, tmp_path / "rounded", tmp_path / "q")
+    )
+    assert chosen.keys() == rounded.keys()
+    beside = [tensor for tensor in plain if "language_model" not in tensor]
+    assert all(torch.equal(chosen[tensor], plain[tensor]) for tensor in beside)
+    codes = [tensor for tensor in chosen if tensor.endswith(("weight_packed", "qweight"))]
+    assert len(codes) >= 6
+    assert all(not torch.equal(chosen[tensor], rounded[tensor]) for tensor in codes)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -678,6 +706,14 @@ def test_a_model_that_rows_cannot_run_through_is_refused_before_the_run(
 
 
 TINY_DSA = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "index_topk": 8, "indexer_types": ["full", "full"]}
+
+
+def test_a_model_with_several_states_of_a_token_is_refused_before_the_run(tmp_path: Path) -> None:
+    source = zoo.save("deepseek-v4", tmp_path / "m", 1, vocab_size=256)
+    shutil.copy(save_model(tmp_path / "other") / "tokenizer.json", source)
+    what = "layers of 'deepseek_v4' get several states of each token"
+    with pytest.raises(PlanError, match=what), prepared_for(source, settings(tmp_path, bits=None, uniform=False), "gptq-4bit"):
+        pass
 
 
 def test_a_text_that_changed_after_planning_is_an_error(llama: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import BPE
 
 import weightsmith
-from tests import zoo
+from tests import vision_zoo, zoo
 from tests.calibration_help import TEXT, changed, save_model
 from tests.cli_help import Cli, cli, run_process
 from tests.gguf_help import BYTE_LEVEL, tokenizer_files
@@ -70,10 +70,10 @@ def work(pristine: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactor
     return tmp_path
 
 
-def perplexity(folder: Path, text: str, tokens: int, dtype: torch.dtype = torch.float64) -> float:
-    """By transformers. A token is a byte."""
+def perplexity(folder: Path, text: str, tokens: int, dtype: torch.dtype = torch.float64, model: Any = None) -> float:
+    """By transformers. A token is a byte. model: None: its causal one."""
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text).ids
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    model = model or transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     rows = torch.tensor(ids[: len(ids) // tokens * tokens]).view(-1, tokens)
     with torch.inference_mode():
         return math.exp(float(model(input_ids=rows, labels=rows).loss))
@@ -139,6 +139,7 @@ def test_models_recipes_and_stored_codes_have_the_numbers_of_transformers(
         "hy-v3",
         "phimoe",
         "glm-dsa",
+        "gpt-neox",
     ],
 )
 def test_hybrids_and_biases_of_routers_have_the_numbers_of_transformers(name: str, tmp_path: Path) -> None:
@@ -154,6 +155,19 @@ def test_hybrids_and_biases_of_routers_have_the_numbers_of_transformers(name: st
     (tmp_path / "t.txt").write_text(TEXT)
     evaluation = weightsmith.evaluate(folder, text=tmp_path / "t.txt", tokens=32, progress=False)
     assert evaluation.totals[0].perplexity == pytest.approx(perplexity(folder, TEXT, 32, torch.float32), rel=2e-5)
+
+
+@pytest.mark.matrix("gemma3")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma3", "mistral3", "internvl", "idefics3", "qwen2.5-vl", "qwen3-vl", "qwen3.5"])
+def test_texts_run_through_models_with_images(name: str, tmp_path: Path) -> None:
+    """The text half gets no images. Files have the names of the Hub, which transformers changes."""
+    tied = not any("lm_head" in tensor for tensor in vision_zoo.MODELS[name]()[0])
+    folder = vision_zoo.save(name, tmp_path / "m", tie_word_embeddings=tied)
+    (tmp_path / "t.txt").write_text(TEXT)
+    evaluation = weightsmith.evaluate(folder, text=tmp_path / "t.txt", tokens=32, progress=False)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64).eval()
+    assert evaluation.totals[0].perplexity == pytest.approx(perplexity(folder, TEXT, 32, model=model), rel=2e-5)
 
 
 @pytest.mark.matrix

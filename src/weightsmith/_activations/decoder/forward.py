@@ -201,19 +201,24 @@ class Decoder:
             put_back(layer, replaced)
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], tokens: int) -> None:
-        """Raise an error if rows of so many tokens cannot run through this model. It needs no weights.
+        """Raise an error if rows of so many tokens cannot run through the layers. It needs no weights.
 
         shapes  of all the model's tensors, by name
 
         Raises ShapeError if the tensors are not those of the modules; Unsupported as `layer`.
         """
         self._check_tokens(tokens)
-        expected = _shapes_in(self._whole, self.head_weights)
+        with torch.no_grad():
+            hidden = torch.zeros(1, tokens, self._base.hidden)
+            entering = record(self._body, self._layers, inputs_embeds=hidden)[0]
+        if entering.shape != hidden.shape:
+            what = f"layers of '{self._body.config.model_type}' get several states of each token, and here they get one"
+            raise Unsupported(what, where=self._base.label, fix=f"choose what needs no text{self._base.instead}")
         for i, layer in enumerate(self._layers):
             names, replaced = self._unfuse(i, shapes)
-            expected |= _shapes_in(layer, names)
+            expected = _shapes_in(layer, names)
             put_back(layer, replaced)
-        self._check_shapes(expected, shapes)
+            self._check_shapes(expected, shapes)
 
     def scalable(self, i: int, shapes: Mapping[str, tuple[int, ...]]) -> list[Features]:
         """The features of layer i that can be scaled. It needs no weights. shapes: of all the model's tensors, by name."""
@@ -294,7 +299,9 @@ class Decoder:
         Raises ShapeError if the tensors are not those of the module.
         """
         table, shapes = self._name(self._embedding), {name: spec.shape for name, spec in source.specs.items()}
-        outside, memory = {**self.head_weights, table: table}, _Memory(source, device)
+        body = _body_name(self._whole, self._owner, self._stack)
+        outside = {**self.head_weights, f"{body}.{self._embedding}".removeprefix("."): table}
+        memory = _Memory(source, device)
         expected = _shapes_in(self._whole, outside)
         layers: list[tuple[nn.Module, dict[str, str]]] = []
         with torch.no_grad(), ExitStack() as stack:
@@ -346,9 +353,13 @@ class Decoder:
         table, head = self._body.get_input_embeddings(), self._whole.get_output_embeddings()
         layers, embedding = (self._name(name) for name in (f"{self._stack}.", self._embedding))
         names = {}
+        body = _body_name(self._whole, *_place(self._base))
+        beside = f"{body.rpartition('.')[0]}." if "." in body else ""  # what the text model is in: towers, projectors
         for name, parameter in self._whole.named_parameters(remove_duplicate=False):
             stored = self._stored(name)
             if stored.startswith(layers) or stored == embedding:
+                continue
+            if beside and name.startswith(beside) and not name.startswith(f"{body}."):
                 continue
             is_tied = parameter is table.weight or (head is not None and parameter is head.weight and self._is_tied)
             names[name] = embedding if is_tied else stored
@@ -356,12 +367,16 @@ class Decoder:
 
     def _stored(self, name: str) -> str:
         """The model's name for a parameter of transformers' module."""
-        body = f"{_body_name(self._whole, self._owner)}."
-        return self._name(name.removeprefix(body)) if self._owner and name.startswith(body) else name
+        body = f"{_body_name(self._whole, self._owner, self._stack)}."
+        if self._owner and name.startswith(body):
+            return self._name(name.removeprefix(body))
+        name = _IN_FILES.get((self._body.config.model_type, name), name)
+        outer = self._owner.removesuffix(".model")  # the head of Llava: language_model.lm_head
+        return f"{outer}.{name}" if outer != self._owner else name
 
     @property
     def _is_tied(self) -> bool:
-        return bool(getattr(self._body.config, "tie_word_embeddings", False))
+        return bool(getattr(self._whole.config, "tie_word_embeddings", False))
 
     @contextmanager
     def final_norm(self, source: WeightSource, device: str = "cpu") -> Iterator[Any]:
@@ -438,15 +453,13 @@ def build(base: Base, specs: Mapping[str, TensorSpec]) -> Decoder | WeightsmithE
 
     Works for any transformers class that calls its layers in sequence.
     """
-    from transformers import AutoModelForCausalLM
-
     model_type = base.config.get("model_type", "")
     try:
         config = transformers_config(base.config)
         with _Weightless():
-            whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
+            whole = _class_of(config).from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
         owner, stack = _place(base)
-        body = whole.get_submodule(_body_name(whole, owner))
+        body = whole.get_submodule(_body_name(whole, owner, stack))
         layers = body.get_submodule(stack)
         table = body.get_input_embeddings().weight
     except Exception as error:  # a bad config can raise anything in transformers
@@ -608,10 +621,28 @@ def _place(base: Base) -> tuple[str, str]:
     return owner, stack
 
 
-def _body_name(whole: Any, owner: str) -> str:
-    """transformers' name of the module that has the layers. owner: the checkpoint's, which for Nemotron-H is another."""
-    return owner if not owner or hasattr(whole, owner.partition(".")[0]) else str(whole.base_model_prefix)
+def _body_name(whole: nn.Module, owner: str, stack: str) -> str:
+    """transformers' name of the module that has the layers.
 
+    owner, stack  the checkpoint's names, which may be others: `backbone` (Nemotron-H), `language_model.model` (Gemma 3)
+    """
+    names = dict(whole.named_modules())
+    if f"{owner}.{stack}".removeprefix(".") in names:
+        return owner
+    decoder = whole.get_decoder()
+    return next(name for name, module in names.items() if module is decoder)
+
+
+def _class_of(config: Any) -> Any:
+    """The class of transformers that gives logits of text, also for a model with images."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    kind, classes = type(config), (AutoModelForCausalLM, AutoModelForImageTextToText)
+    return next((auto for auto in classes if kind in auto._model_mapping), AutoModelForCausalLM)
+
+
+_IN_FILES = {("gpt_neox", "lm_head.weight"): "embed_out.weight"}
+"""Type, and transformers' name of a parameter outside the layers → what files call it."""
 
 _LAST_NORMS = ("norm", "norm_f", "final_layernorm", "final_layer_norm", "ln_f")
 """Names of the norm after the last layer."""
