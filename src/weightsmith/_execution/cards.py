@@ -292,7 +292,7 @@ def _with_library(plan: Plan, inputs: Sequence[Checkpoint], name: str, at: str) 
         if plan.donor < len(inputs):
             settings = settings_of(inputs[plan.donor].folder, plan.carried, _ENCODERS) or settings
         stated = settings.get("model_type")
-        loader = next((each for each in _ENCODER_CLASSES if each == stated), _ENCODER_CLASSES[0])
+        loader = str(stated) if stated in _ENCODER_CLASSES else _ENCODER_CLASSES[0]
         argument = ", trust_remote_code=True" if "auto_map" in (plan.config or {}) else ""
         lines = [f"from sentence_transformers import {loader}", "", f"model = {loader}({_quoted(name)}{at}{argument})"]
         return _block("python", *lines)

@@ -504,6 +504,15 @@ def test_a_text_is_not_read_if_all_codes_are_copied(name: str, texts: Path) -> N
     assert "no text is read: all weights that it would calibrate are copied" in warning
 
 
+def test_a_text_that_only_measures_scales_of_the_cache_is_read(texts: Path) -> None:
+    """Nothing says that it is not, or that it may be left out."""
+    (m,) = quantise("w4a16", "m", group_size=32)
+    result = weightsmith.quantize(m, "out", "w4a16", group_size=32, kv_cache="fp8", **OF_TEXT, **QUIET)
+    assert not encoded(result.plan)
+    assert "rows" in [product.name for product in result.plan.products]
+    assert not [str(warning) for warning in result.warnings if "text" in str(warning)]
+
+
 @pytest.mark.long
 def test_what_a_copied_weight_reads_gets_no_scales(texts: Path) -> None:
     """Scales would have to be in its codes."""

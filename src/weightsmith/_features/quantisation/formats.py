@@ -451,7 +451,7 @@ class StreamedFormat(Format):
         if has_text:
             _keep_codes(prepared)
             has_text = any(map(is_calibrated, draft.steps))
-            if not has_text:
+            if not has_text and settings.kv_cache is None:
                 fix = "leave it out, or dequantise the model first, to choose other codes"
                 draft.warn("no text is read: all weights that it would calibrate are copied", named("calibration"), fix)
         if has_text or settings.kv_cache is not None or scales_inputs:

@@ -26,6 +26,8 @@ TEXTS = [
     "a+b<=c ~`^| $12 #tag @name/path\\to\\file [x]{y} !!! ?! --- ***",
     "  leading\n\n\n three lines\n",
 ]
+MARKS = ["man\u0303ana sen\u0303or", "\u0939\u093f\u0928\u094d\u0926\u0940 \u0e01\u0e33\u0e48"]
+"""Letters with combining marks."""
 ASCII = [text for text in TEXTS if text.isascii()]
 
 
@@ -112,6 +114,31 @@ def test_llama_cpp_splits_a_text_in_the_same_way(splitting: Splitting, tmp_path:
     weightsmith.quantize(source, tmp_path / "q", "gguf-f32", progress=False)
     with llama_cpp.Judge(tmp_path / "q" / "model.gguf") as judge:
         assert [judge.tokens(text) for text in texts] == tokens(source / "tokenizer.json", texts)
+
+
+def marked(splitting: Splitting, folder: Path) -> list[str]:
+    """The warnings of a file whose tokenizer has tokens of letters with combining marks."""
+    source = saved(folder / "m", trained(splitting, MARKS))
+    result = weightsmith.quantize(source, folder / "q", "gguf-f32", progress=False)
+    return [str(warning) for warning in result.warnings if "combining marks" in str(warning)]
+
+
+@pytest.mark.parametrize("splitting", SPLITTINGS, ids=IDS)
+def test_words_that_llama_cpp_ends_at_a_mark_are_a_warning(splitting: Splitting, tmp_path: Path) -> None:
+    warnings = marked(splitting, tmp_path)
+    assert len(warnings) == splitting.apart
+    assert all(r"n\u0303" in warning for warning in warnings)
+
+
+@needs_llama_cpp
+@pytest.mark.reader
+@pytest.mark.slow
+@pytest.mark.parametrize("splitting", [splitting for splitting in SPLITTINGS if "falcon" not in splitting.names])
+def test_llama_cpp_ends_words_at_marks_where_a_warning_says_so(splitting: Splitting, tmp_path: Path) -> None:
+    marked(splitting, tmp_path)
+    with llama_cpp.Judge(tmp_path / "q" / "model.gguf") as judge:
+        alike = [judge.tokens(text) for text in MARKS] == tokens(tmp_path / "m" / "tokenizer.json", MARKS)
+    assert alike != splitting.apart
 
 
 @pytest.mark.parametrize(("name", "composed"), [("qwen2", True), ("qwen35", True), ("command-r", True), ("llama-bpe", False)])

@@ -106,7 +106,7 @@ def entry(token: str, **flags: bool) -> dict[str, Any]:
     ],
 )
 def test_the_warning_has_an_example_of_each_kind(normalizer: Any, added: list[dict[str, Any]], expected: list[str]) -> None:
-    [warning] = unsaid({"normalizer": normalizer}, added, "m", pieces=False, merged="")
+    [warning] = unsaid({"normalizer": normalizer}, added, "m", pieces=False, examples=())
     assert all(example in str(warning) for example in expected)
 
 
@@ -114,9 +114,9 @@ def test_what_a_file_can_say_is_not_warned_of() -> None:
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
     prefixed = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "\u2581"}, spaces]}
     for normalizer in (None, spaces, prefixed):
-        assert unsaid({"normalizer": normalizer}, [entry("<m>")], "m", pieces=True, merged="") == []
-    assert len(unsaid({"normalizer": prefixed}, [], "m", pieces=False, merged="")) == 1
-    assert unsaid({}, [entry("<m>", rstrip=True)], "Phi-3", pieces=True, merged="") == []
+        assert unsaid({"normalizer": normalizer}, [entry("<m>")], "m", pieces=True, examples=()) == []
+    assert len(unsaid({"normalizer": prefixed}, [], "m", pieces=False, examples=())) == 1
+    assert unsaid({}, [entry("<m>", rstrip=True)], "Phi-3", pieces=True, examples=()) == []
 
 
 @needs_llama_cpp

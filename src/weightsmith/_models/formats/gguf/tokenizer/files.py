@@ -8,7 +8,9 @@ second, it has scores in place of merges.
 from __future__ import annotations
 
 import json
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
@@ -260,12 +262,12 @@ def tokenizer_keys(
     """
     described = _described(files, config, rows)
     tokenizer, settings, added = dict(described.tokenizer), described.settings, described.added
-    warnings, merged, encoders = list[Finding](), "", _ENCODERS.get(str(described.model.get("type", "BPE")))
+    warnings, examples, encoders = list[Finding](), list[str](), _ENCODERS.get(str(described.model.get("type", "BPE")))
     if encoders is not None:
         result = encoders(described)
         tokenizer["normalizer"] = {"type": "Sequence", "normalizers": result.unsaid}
     else:
-        result, warnings, merged = _bpe_keys(files, described, architecture)
+        result, warnings, examples = _bpe_keys(files, described, architecture)
     found_whole = [token for token, kind in zip(result.tokens, result.types, strict=True) if kind in _FOUND_WHOLE]
     stripping = frozenset(entry["content"] for entry in added if entry.get("rstrip") is True)
     name = recognised_name(name, found_whole, stripping)
@@ -276,7 +278,7 @@ def tokenizer_keys(
         count = GgufConfig(config).count("type_vocab_size", 1, least=0)
         values["tokenizer.ggml.token_type_count"] = Value("u32", max(1, count))
     pieces = encoders is None and bool(described.model.get("byte_fallback"))
-    warnings += unsaid(tokenizer, added, name, pieces=pieces, merged=merged)
+    warnings += unsaid(tokenizer, added, name, pieces=pieces, examples=examples)
     return values | template_keys(files, settings, object_of(files, "chat_template.json")), warnings
 
 
@@ -286,8 +288,8 @@ _ENCODERS: Mapping[str, Callable[[TokenizerFiles], TokenizerKeys]] = {"WordPiece
 
 def _bpe_keys(
     files: Mapping[str, bytes], described: TokenizerFiles, architecture: GgufArchitecture
-) -> tuple[TokenizerKeys, list[Finding], str]:
-    """The keys of a tokenizer with BPE, warnings, and a word that is looked up whole in one of transformers and llama.cpp."""
+) -> tuple[TokenizerKeys, list[Finding], list[str]]:
+    """The keys of a tokenizer with BPE, warnings, and examples of words that llama.cpp looks up or splits otherwise."""
     tokenizer, model, settings = described.tokenizer, described.model, described.settings
     config, added, rows = described.config, described.added, described.rows
     pieces = bool(model.get("byte_fallback"))
@@ -302,7 +304,7 @@ def _bpe_keys(
         types[special["unknown"]] = PieceKind.UNKNOWN
     known = set(tokens)  # none beyond the rows
     merges = [pair for pair in _pairs(model.get("merges")) if known.issuperset((*pair, "".join(pair)))]
-    merged = ""
+    examples: list[str] = []
     if pieces:
         values = _piece_values(tokenizer, files.get("tokenizer.model"), architecture, tokens, types, merges)
     else:
@@ -314,7 +316,10 @@ def _bpe_keys(
             "tokenizer.ggml.pre": Value("str", pre),
             **_merge_values(merges),
         }
-        merged = _unmerged(tokens, types, merges) if whole != (pre in splitting.whole) else ""
+        if whole != (pre in splitting.whole) and (word := _unmerged(tokens, types, merges)):
+            examples.append(f"{show(word)} (ignore_merges)")
+        if splitting.apart and (word := _marked(tokens, types)):
+            examples.append(f"{word!a} (combining marks)")
     values |= {f"tokenizer.ggml.{key}_token_id": Value("u32", number) for key, number in special.items()}
     if architecture.encodes:
         values["tokenizer.ggml.add_sep_token"] = Value("bool", separators(tokenizer.get("post_processor")) > 1)
@@ -322,7 +327,7 @@ def _bpe_keys(
         adds = settings.get(f"add_{end}_token")
         adds = _adds(tokenizer.get("post_processor"), end, special, tokens) if not isinstance(adds, bool) else adds
         values[f"tokenizer.ggml.add_{end}_token"] = Value("bool", adds)
-    return TokenizerKeys(tokens, types, values, []), warnings, merged
+    return TokenizerKeys(tokens, types, values, []), warnings, examples
 
 
 def _described(files: Mapping[str, bytes], config: Mapping[str, Any], rows: int) -> TokenizerFiles:
@@ -395,6 +400,16 @@ def _unmerged(tokens: Sequence[str], types: Sequence[int], merges: Sequence[tupl
         word = token.removeprefix("\u0120")
         if kind == PieceKind.NORMAL and len(token) > 1 and word.isascii() and word.isalpha() and token not in merged:
             return token.replace("\u0120", " ")
+    return ""
+
+
+def _marked(tokens: Sequence[str], types: Sequence[int]) -> str:
+    """A token with a combining mark behind a letter, as text; "" if there is none."""
+    for token, kind in zip(tokens, types, strict=True):
+        if kind == PieceKind.NORMAL and not token.isascii() and BYTES.keys() >= set(token):
+            text = bytes(BYTES[character] for character in token).decode("utf-8", "ignore")
+            if any(a.isalpha() and unicodedata.category(b).startswith("M") for a, b in pairwise(text)):
+                return text
     return ""
 
 

@@ -274,22 +274,21 @@ def name_like(name: str, like: str) -> str:
 
 
 def unsaid(
-    tokenizer: Mapping[str, Any], added: Sequence[Mapping[str, Any]], name: str, *, pieces: bool, merged: str
+    tokenizer: Mapping[str, Any], added: Sequence[Mapping[str, Any]], name: str, *, pieces: bool, examples: Sequence[str]
 ) -> list[Finding]:
     """The warning that llama.cpp splits some texts otherwise, with an example of each kind; [] if it does not.
 
-    added   entries of `added_tokens` that the file has
-    name    of the model, from `recognised_name`
-    pieces  the tokenizer is SentencePiece's, whose spaces are replaced
-    merged  a word that llama.cpp looks up whole, or merges, and transformers does not; "" for none
+    added     entries of `added_tokens` that the file has
+    name      of the model, from `recognised_name`
+    pieces    the tokenizer is SentencePiece's, whose spaces are replaced
+    examples  that are known already
     """
-    examples = [*_flag_examples(added, phi3=_PHI3.search(name) is not None), *_normaliser_examples(tokenizer, pieces=pieces)]
-    examples += _prefix_examples(tokenizer, added) if pieces else ()
-    if merged:
-        examples.append(f"{show(merged)} (ignore_merges)")
-    if not examples:
+    listed = [*_flag_examples(added, phi3=_PHI3.search(name) is not None), *_normaliser_examples(tokenizer, pieces=pieces)]
+    listed += _prefix_examples(tokenizer, added) if pieces else ()
+    listed += examples
+    if not listed:
         return []
-    what = f"llama.cpp splits some texts otherwise than transformers, which a GGUF file cannot say: {'; '.join(examples)}"
+    what = f"llama.cpp splits some texts otherwise than transformers, which a GGUF file cannot say: {'; '.join(listed)}"
     return [Finding(what, "tokenizer.json", fix="write prompts without such texts, or compare their tokens")]
 
 

@@ -28,6 +28,7 @@ class Splitting:
     steps  pre-tokenizers of tokenizer.json, in order
     names  llama.cpp's names
     whole  names with which it looks up a whole word before it merges the word: `ignore_merges` of tokenizer.json
+    apart  whether it ends a word at a combining mark, unlike tokenizer.json
 
     The first name is written.
     """
@@ -35,6 +36,7 @@ class Splitting:
     steps: tuple[Json, ...]
     names: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
+    apart: bool = False
 
     def as_json(self) -> Json:
         """`pre_tokenizer` of tokenizer.json."""
@@ -141,8 +143,8 @@ _BYTE_LEVEL = "gpt-2 phi-2 mpt olmo jais trillion gigachat a.x-4.0 mellum modern
 _JINA = "jina-es jina-de jina-v1-en jina-v2-es jina-v2-de jina-v2-code"
 
 
-def _named(steps: tuple[Json, ...], names: str, whole: str = "") -> Splitting:
-    return Splitting(steps, tuple(names.split()), tuple(whole.split()))
+def _named(steps: tuple[Json, ...], names: str, whole: str = "", *, apart: bool = False) -> Splitting:
+    return Splitting(steps, tuple(names.split()), tuple(whole.split()), apart)
 
 
 SPLITTINGS = (
@@ -153,8 +155,8 @@ SPLITTINGS = (
     _named(_patterns(QWEN2_SPLIT), "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2"),
     _named(_patterns(_QWEN35), "qwen35"),
     _named(_patterns(_LINES, QWEN2_SPLIT), "laguna"),
-    _named(_patterns(_TEKKEN), "", "tekken"),
-    _named(_patterns(_GPT4O), "gpt-4o llama4 kanana2 talkie minimax-m2"),
+    _named(_patterns(_TEKKEN), "", "tekken", apart=True),
+    _named(_patterns(_GPT4O), "gpt-4o llama4 kanana2 talkie minimax-m2", apart=True),
     _named(_patterns(_THOUSANDS, _GPT4O), "tiny_aya cohere2moe"),
     _named(_patterns(_SEED), "seed-coder"),
     _named(_patterns(*_DEEPSEEK, digits=True), "deepseek-llm"),
@@ -162,7 +164,7 @@ SPLITTINGS = (
     _named(_patterns(*_DEEPSEEK3), "deepseek-v3 hunyuan-dense joyai-llm hy_v4"),
     _named(_patterns(*_TRINITY), "afmoe"),
     _named(_patterns(EXAONE), "exaone-moe"),
-    _named(_patterns(KIMI_SPLIT), "kimi-k2"),
+    _named(_patterns(KIMI_SPLIT), "kimi-k2", apart=True),
     _named(_patterns(_BAILING), "bailingmoe bailingmoe2 llada-moe"),
     _named(_patterns(r"\p{N}{1,3}", _MINICPM5), "", "minicpm5"),
 )
