@@ -20,7 +20,7 @@ from weightsmith._activations.own_text import (
     starts_of,
     template_starts,
 )
-from weightsmith._activations.rows import OWN, OWN_ROWS, OWN_TOKENS, TOKENIZER, rows_of, text_source
+from weightsmith._activations.rows import OWN, OWN_ROWS, OWN_TOKENS, TOKENIZER, TOKENS, rows_of, text_source
 from weightsmith._activations.scored_rows import Cutter, cutter_of
 from weightsmith._activations.statistic import shapes_of
 from weightsmith._activations.statistics import find_statistic
@@ -176,7 +176,7 @@ def text_for(
 
     path       of the file; None or `built-in`: the built-in text; `own`: what the model writes by itself
     rows       None: as many as the text has, at most `rows.MAX_ROWS`
-    tokens     of a row; None: `rows.TOKENS`
+    tokens     of a row; None: `rows.TOKENS`, or as many as the model has positions
     most_rows  that are used, if `rows` or the text allow more
     option     that names the file, for messages; "" for none
 
@@ -190,7 +190,7 @@ def text_for(
     finding_list = [] if model.structure.main is not None and model.config is not None else [_no_decoder(model)]
     text = TextSource("", "", 0, 0, 0)
     with noting(problems):
-        text = text_source(path, rows, tokens, seed, option)
+        text = text_source(path, rows, _row_tokens(model, tokens, TOKENS), seed, option)
     with noting(finding_list):
         text = replace(text, tokenizer=tokenizer_hash(model))
     if problems := [*problems, *finding_list]:
@@ -221,16 +221,21 @@ def own_text_for(model: TextModel, rows: int | None, tokens: int | None, seed: i
     if problems := absent_packages(PACKAGES, "texts", "calibration", model.instead):
         raise PlanError(problems)
     decoder_of(base_of(model))  # refuses what transformers cannot build
-    tokens = tokens or min(OWN_TOKENS, model.positions)
     with as_plan_error():
+        tokens = _row_tokens(model, tokens, OWN_TOKENS)
         text = TextSource(OWN, "", min(rows or OWN_ROWS, most_rows or rows or OWN_ROWS), tokens, seed, tokenizer_hash(model))
         if seed < 0:
             raise option_error("seed", f"must be at least 0 for a text that a model writes, not {seed}")
-        if tokens > model.positions:
-            what = f"a row has at most {model.positions:,} tokens, not {tokens:,}"
-            raise ParameterError(what, where=model.label, fix="use fewer tokens for a row")
         model.own_starts(tokens)
     return text
+
+
+def _row_tokens(model: TextModel, tokens: int | None, most: int) -> int:
+    """The tokens of a row. most: unless a number is asked for. Raises ParameterError for more than the model has positions."""
+    if tokens is not None and tokens > model.positions:
+        what = f"a row has at most {model.positions:,} tokens, not {tokens:,}"
+        raise ParameterError(what, where=model.label, fix=f"use fewer tokens for a row{model.instead}")
+    return tokens or min(most, model.positions)
 
 
 def base_of(model: TextModel) -> Base:

@@ -649,6 +649,20 @@ def test_a_bad_text_is_one_error(
     assert not staging_folder(tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(("tokens", "row"), [(None, 64), (64, 64), (65, 0)])
+def test_rows_have_no_more_tokens_than_the_model_has_positions(
+    tokens: int | None, row: int, llama: Path, tmp_path: Path
+) -> None:
+    quantize_settings = settings(tmp_path, calibration_tokens=tokens)
+    if not row:
+        with pytest.raises(PlanError, match="a row has at most 64 tokens, not 65"):
+            prepared_for(llama, quantize_settings)
+        return
+    with prepared_for(llama, quantize_settings) as prepared:
+        [rows] = [product for product in prepared.plan.products if product.op == "text_rows"]
+        assert rows.outs[0].shape[1] == row
+
+
 def test_a_model_without_a_tokenizer_is_one_error(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "m")
     (folder / "tokenizer.json").unlink()
