@@ -16,7 +16,7 @@ from weightsmith._base.files import same_bytes, show
 from weightsmith._files.copied import holds_tokens, is_tokenizer
 from weightsmith._files.subfolders import TEMPLATES
 from weightsmith._models.checkpoint import Checkpoint, ModelFolder
-from weightsmith._models.structure.configs import sections, whole_numbers
+from weightsmith._models.structure.configs import sections, whole_numbers, writes_texts
 from weightsmith._models.tokenizers.files import (
     OLD_TEMPLATE,
     TEMPLATE_FILE,
@@ -29,8 +29,6 @@ from weightsmith._models.tokenizers.files import (
 from weightsmith._models.tokenizers.vocabulary import Vocabulary, read_vocabulary
 
 _SETTINGS, _GENERATION, _ENDS = "tokenizer_config.json", "generation_config.json", "eos_token_id"
-_WRITERS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
-"""How the classes of transformers end that write texts."""
 
 
 def differing_files(first: Checkpoint, other: Checkpoint) -> list[str]:
@@ -171,8 +169,7 @@ class Beside:
             if not stated or number in whole_numbers(stated.get(_ENDS)):
                 return config, {}, []
             return config, {_GENERATION: json_bytes(with_end(stated, number))}, [finding]
-        classes = (config or {}).get("architectures")
-        if not isinstance(classes, list) or not any(str(name).endswith(_WRITERS) for name in classes):
+        if not writes_texts(config):
             return config, {}, []
         changed = copy.deepcopy(dict(config or {}))
         parts = [part for _, part in sections(changed) if whole_numbers(part.get(_ENDS))]

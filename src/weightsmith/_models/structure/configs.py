@@ -36,6 +36,20 @@ def of_diffusers(config: Mapping[str, Any]) -> bool:
     return isinstance(config.get("_class_name"), str)
 
 
+_WRITERS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+"""How the classes of transformers end that write texts."""
+
+
+def writes_texts(config: Mapping[str, Any] | None) -> bool:
+    """Whether a config.json names a class that writes texts.
+
+    >>> writes_texts({"architectures": ["LlamaForCausalLM"]}), writes_texts({"architectures": ["BertModel"]})
+    (True, False)
+    """
+    listed = (config or {}).get("architectures")
+    return isinstance(listed, list) and any(isinstance(name, str) and name.endswith(_WRITERS) for name in listed)
+
+
 _FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 

@@ -30,6 +30,7 @@ from weightsmith._models.structure.configs import (
     text_sections,
     whole_number,
     whole_numbers,
+    writes_texts,
 )
 from weightsmith._models.structure.perlayer import Remap, is_per_layer, rules_for
 from weightsmith._models.tokenizers.files import (
@@ -53,8 +54,6 @@ NO_CONFIG = "the output has no config.json"
 CHOOSE_TOKENIZER = "write tokenizer_source: and the model whose tokenizer the output is to have"
 
 _ENDS = "eos_token_id"
-_WRITERS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
-"""How the classes of transformers end that write texts."""
 _SETTINGS = "tokenizer_config.json"
 _TEMPLATES = (TEMPLATE_FILE, _SETTINGS, OLD_TEMPLATE)
 _OF_MODULES = re.compile(r"modules\.json|config_sentence_transformers\.json|sentence_\w+_config\.json", re.ASCII)
@@ -265,9 +264,7 @@ class Companions:
     def _generates(self, k: int) -> bool:
         """True if a model writes texts, as far as its files tell."""
         checkpoint = self.opened[k]
-        listed = (checkpoint.config or {}).get("architectures")
-        names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
-        return GENERATION in checkpoint.files or any(name.endswith(_WRITERS) for name in names) or bool(self._template_of(k))
+        return GENERATION in checkpoint.files or writes_texts(checkpoint.config) or bool(self._template_of(k))
 
     def _generation_of(self, k: int) -> dict[str, Any] | None:
         """The generation_config.json of a model; None if it has none."""
