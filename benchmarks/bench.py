@@ -362,7 +362,7 @@ def main() -> None:
         "",
         f"The commands, here for {args.methods[0]}; the recipes are in benchmarks/jobs.py:",
         "",
-        *(f"    {r.command}" for r in results if r.task.job.name == args.methods[0]),
+        *(f"    {r.command}".replace(f"{Path.cwd()}/", "") for r in results if r.task.job.name == args.methods[0]),
     ]
     text = "\n".join(lines) + "\n"
     # Toy runs say nothing about speed; they are not kept with the results.

@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,13 +60,20 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Evaluations have a folder of their own, also in a test that undoes its patches."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(opening, "cache_home", lambda: folder)
+        yield
+
+
 @pytest.fixture
-def work(pristine: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with the models; evaluations have a folder of their own."""
+def work(pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with the models."""
     for path in pristine.iterdir():
         (tmp_path / path.name).symlink_to(path)
-    home = tmp_path_factory.mktemp("cache")
-    monkeypatch.setattr(opening, "cache_home", lambda: home)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

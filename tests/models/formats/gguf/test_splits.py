@@ -14,8 +14,11 @@ from tests import llama_cpp, zoo
 from tests.gguf_help import BYTE_LEVEL, tokenizer_files
 from tests.llama_cpp import needs_llama_cpp
 from weightsmith._base.errors import Unsupported
+from weightsmith._models.formats.gguf.architectures.glm import Glm4
+from weightsmith._models.formats.gguf.architectures.llama import Llama
+from weightsmith._models.formats.gguf.base.architecture import GgufArchitecture
 from weightsmith._models.formats.gguf.header import read_gguf_header
-from weightsmith._models.formats.gguf.tokenizer.splits import SPLITTINGS, Splitting, splitting_of
+from weightsmith._models.formats.gguf.tokenizer.splits import BY_NAME, SPLITTINGS, Splitting, splitting_of
 
 IDS = [(splitting.whole + splitting.names)[0] for splitting in SPLITTINGS]
 TEXTS = [
@@ -148,3 +151,17 @@ def test_accents_are_composed_as_in_the_original(name: str, composed: bool, tmp_
     (tmp_path / "tokenizer.json").write_bytes(content)
     (apart,), (joined,) = (tokens(tmp_path / "tokenizer.json", [text]) for text in ("e\u0301", "\u00e9"))
     assert (apart == joined) == composed
+
+
+@pytest.mark.parametrize(
+    ("architecture", "whole", "name"),
+    [
+        (Llama(), True, "llama-bpe"),
+        (Llama(), False, "smaug-bpe"),
+        (Glm4(), True, "glm4"),
+        (Glm4(), False, "chatglm-bpe"),
+    ],
+)
+def test_files_of_glm_have_names_of_their_own(architecture: GgufArchitecture, whole: bool, name: str) -> None:
+    splitting = BY_NAME["llama-bpe"]
+    assert splitting.name(architecture, whole=whole) == name

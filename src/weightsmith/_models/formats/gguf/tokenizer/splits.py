@@ -44,9 +44,9 @@ class Splitting:
 
     def name(self, architecture: GgufArchitecture, *, whole: bool) -> str:
         """The name to write. whole: whether the tokenizer looks up a whole word; if llama.cpp cannot, the other name."""
-        if not whole and architecture.name.startswith("glm") and _GLM in self.names:  # without a token at the start
-            return _GLM
-        return (*self.whole, *self.names)[0] if whole else (*self.names, *self.whole)[0]
+        names = (*self.whole, *self.names) if whole else (*self.names, *self.whole)
+        of_glm = [name for name in names if "glm" in name]  # with these, llama.cpp takes no token for the start of a text
+        return of_glm[0] if of_glm and architecture.name.startswith("glm") else names[0]
 
     def is_written_as(self, steps: Sequence[Mapping[str, Any]]) -> bool:
         """Whether pre-tokenizers split a text in this way."""
@@ -137,7 +137,6 @@ _FALCON: tuple[Json, ...] = (
     _pattern("[0-9][0-9][0-9]"),
 )
 
-_GLM = "glm4"
 _LLAMA = "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano"
 _BYTE_LEVEL = "gpt-2 phi-2 mpt olmo jais trillion gigachat a.x-4.0 mellum modern-bert exaone4 granite-docling roberta-bpe"
 _JINA = "jina-es jina-de jina-v1-en jina-v2-es jina-v2-de jina-v2-code"
@@ -151,7 +150,7 @@ SPLITTINGS = (
     _named((GPT2,), f"{_BYTE_LEVEL} {_JINA}"),
     _named((_DIGITS, GPT2), "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2"),
     _named(_FALCON, "falcon"),
-    _named(_patterns(_LLAMA3), f"smaug-bpe dbrx {_GLM} chatglm-bpe", _LLAMA),
+    _named(_patterns(_LLAMA3), "smaug-bpe dbrx chatglm-bpe", f"{_LLAMA} glm4 glm5"),
     _named(_patterns(QWEN2_SPLIT), "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2"),
     _named(_patterns(_QWEN35), "qwen35"),
     _named(_patterns(_LINES, QWEN2_SPLIT), "laguna"),
