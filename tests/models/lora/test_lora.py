@@ -551,7 +551,7 @@ def test_a_base_without_a_chat_template_gets_the_tokenizer_that_a_chat_was_train
     chat(lora, end="b", template="chat", file=file)
     (model / "generation_config.json").write_text('{"eos_token_id": 0, "top_p": 0.5}')
     (model / "special_tokens_map.json").write_text('{"eos_token": "a"}')
-    (model / "tokenizer.model").write_text("of the base")
+    (model / "tokenizer.model").write_text("the base's")
     recipe = {"merge_method": "passthrough", "models": [{"model": f"{model}+{lora}"}]}
     notes = [warning.what for warning in weightsmith.plan(recipe).warnings]
     assert any(
@@ -570,7 +570,7 @@ def test_a_base_without_a_chat_template_gets_the_tokenizer_that_a_chat_was_train
 @pytest.mark.parametrize("case", ["other tokens", "a template", "no template", "unreadable"])
 def test_the_tokenizer_of_the_base_stays_unless_it_lacks_a_chat_template(case: str, tmp_path: Path) -> None:
     model, lora = base(tmp_path / "base"), adapter(tmp_path / "a")
-    chat(model, template="of the base" if case == "a template" else "")
+    chat(model, template="the base's" if case == "a template" else "")
     chat(
         lora, ("a", "b", "<pad>") if case == "other tokens" else ("a", "b"), end="a", template=case.removeprefix("no template")
     )
@@ -586,14 +586,14 @@ def test_a_tokenizer_that_is_taken_comes_with_its_own_chat_template(file: str, t
     names = ("lm_head", "model.embed_tokens")
     tensors = factors(Q, H, H) | {f"{P}{name}.weight": normal(TOKENS + 1, H) for name in names}
     model, lora = base(tmp_path / "base"), adapter(tmp_path / "a", tensors)
-    chat(model, end="a", template="of the base")
+    chat(model, end="a", template="the base's")
     (model / "additional_chat_templates").mkdir()
-    (model / file).write_text('{"chat_template": "of the base"}')
+    (model / file).write_text(json.dumps({"chat_template": "the base's"}))
     (model / "added_tokens.json").write_text('{"b": 1}')
-    chat(lora, ("a", "b", "<im>"), end="<im>", template="of the adapter")
+    chat(lora, ("a", "b", "<im>"), end="<im>", template="the adapter's")
     baked(model, lora, tmp_path / "out")
     with weightsmith.open_checkpoint(tmp_path / "out") as checkpoint:
-        assert templates_of(checkpoint.folder, checkpoint.files) == "of the adapter"
+        assert templates_of(checkpoint.folder, checkpoint.files) == "the adapter's"
         assert {file, "added_tokens.json"}.isdisjoint(checkpoint.files)
 
 
@@ -601,11 +601,11 @@ def test_a_tokenizer_without_a_chat_template_leaves_the_base_s(tmp_path: Path) -
     names = ("lm_head", "model.embed_tokens")
     tensors = factors(Q, H, H) | {f"{P}{name}.weight": normal(TOKENS + 1, H) for name in names}
     model, lora = base(tmp_path / "base", eos_token_id=0), adapter(tmp_path / "a", tensors)
-    chat(model, end="a", template="of the base")
+    chat(model, end="a", template="the base's")
     chat(lora, ("a", "b", "<im>"), end="<im>")
     baked(model, lora, tmp_path / "out")
     with weightsmith.open_checkpoint(tmp_path / "out") as checkpoint:
-        assert templates_of(checkpoint.folder, checkpoint.files) == "of the base"
+        assert templates_of(checkpoint.folder, checkpoint.files) == "the base's"
         assert checkpoint.config is not None
         assert checkpoint.config["eos_token_id"] == [0, 2]
     assert read_json(tmp_path / "out/tokenizer_config.json")["eos_token"] == "<im>"

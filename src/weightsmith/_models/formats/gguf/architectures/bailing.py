@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import copy
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
@@ -61,10 +60,7 @@ _LIMITS = {"swiglu_clamp_exp": "expert_swiglu_limit_list", "swiglu_clamp_shexp":
 
 
 class BailingHybrid(GgufArchitecture):
-    """Ling 3; llama.cpp and published files have other names for two tensors of layers with linear attention.
-
-    linear  numbers of the layers with linear attention
-    """
+    """Ling 3; llama.cpp and published files have other names for two tensors of layers with linear attention."""
 
     name = "bailingmoe3"
     class_name = "BailingHybridForCausalLM"
@@ -111,21 +107,15 @@ class BailingHybrid(GgufArchitecture):
         **{"use_bias": False, "use_qkv_bias": False, "moe_router_enable_expert_bias": True, "use_mla_nope": False},
     }
     predicting = Predicting("num_nextn_predict_layers")
-    linear: frozenset[int] = frozenset()
 
     # ---- which layers attend
 
     def of_config(self, config: Mapping[str, Any]) -> Self:
-        return self._with(_listed_kinds(config))
+        return self.with_linear(kind == _LINEAR for kind in _listed_kinds(config))
 
     def of_keys(self, values: GgufValues) -> Self:
         heads = values.get(KV_HEADS)
-        return self._with([_FULL if here else _LINEAR for here in heads] if isinstance(heads, np.ndarray) else [])
-
-    def _with(self, kinds: list[str]) -> Self:
-        bound = copy(self)
-        bound.linear = frozenset(number for number, kind in enumerate(kinds) if kind == _LINEAR)
-        return bound
+        return self.with_linear(not here for here in (heads if isinstance(heads, np.ndarray) else ()))
 
     # ---- keys from config.json
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import copy
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -42,10 +41,7 @@ _INNER = ("attention.head_count", "attention.key_length")
 
 
 class MiniMax01(GgufArchitecture):
-    """MiniMax-Text-01 and M1 in the form of transformers, which ignores `rotary_dim`.
-
-    linear  numbers of the layers with lightning attention
-    """
+    """MiniMax-Text-01 and M1 in the form of transformers, which ignores `rotary_dim`."""
 
     name = "minimax-01"
     class_name = "MiniMaxForCausalLM"
@@ -61,22 +57,16 @@ class MiniMax01(GgufArchitecture):
     }
     experts = "num_local_experts"
     fixed = {"shared_intermediate_size": 0, "postnorm": True}
-    linear: frozenset[int] = frozenset()
 
     # ---- which layers attend
 
     def of_config(self, config: Mapping[str, Any]) -> Self:
         kinds = config.get("layer_types")
-        return self._with([kind == _LINEAR for kind in kinds] if isinstance(kinds, list) else [])
+        return self.with_linear(kind == _LINEAR for kind in (kinds if isinstance(kinds, list) else ()))
 
     def of_keys(self, values: GgufValues) -> Self:
         layers = values.count("block_count")
-        return self if layers > MOST_LAYERS else self._with(_recurrent(values, layers))
-
-    def _with(self, recurrent: list[bool]) -> Self:
-        bound = copy(self)
-        bound.linear = frozenset(number for number, here in enumerate(recurrent) if here)
-        return bound
+        return self if layers > MOST_LAYERS else self.with_linear(_recurrent(values, layers))
 
     # ---- keys from config.json
 

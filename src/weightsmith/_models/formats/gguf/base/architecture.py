@@ -185,6 +185,7 @@ class GgufArchitecture:
     partial       share of a head that RoPE turns, where config.json does not say it; 0: all of it, always
     scaled        whether frequencies of RoPE may be scaled as Llama 3's
     windows       which layers attend to a window; None: none does
+    linear        numbers of a model's layers with linear attention, where names depend on them: `with_linear` sets it
     predicting    layers behind the others, which predict several tokens at a time; None: there are none
     predictors    how many of these the GGUF file of a model has: `with_predictors` sets it, and `trunk`
     trunk         the number of the model's own layers, in an architecture with predictors
@@ -240,6 +241,7 @@ class GgufArchitecture:
     differs: ClassVar[str] = ""
     unused: ClassVar[Mapping[str, str]] = {}
     predictors: int = 0
+    linear: frozenset[int] = frozenset()
     trunk: int = 0
 
     # ---- which models
@@ -263,6 +265,12 @@ class GgufArchitecture:
     def of_keys(self, values: GgufValues) -> Self:
         """The architecture of a GGUF file, where names of its tensors depend on its keys."""
         return self
+
+    def with_linear(self, layers: Iterable[bool]) -> Self:
+        """The architecture of a model in which these layers have linear attention: whether, for each layer."""
+        bound = copy(self)
+        bound.linear = frozenset(number for number, is_linear in enumerate(layers) if is_linear)
+        return bound
 
     def complete(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """config.json with settings under their present names, and with defaults that are not in `defaults.json`."""

@@ -158,7 +158,7 @@ def predicts(name: str, layers: float = math.inf) -> bool:
 
 
 def layer_number(name: str) -> int:
-    """Of the layer that a tensor belongs to, under either name; -1 if it belongs to none.
+    """The layer that a tensor belongs to, under its name on the Hub or in llama.cpp; -1 if it belongs to none.
 
     >>> layer_number("model.layers.12.mlp.up_proj.weight"), layer_number("blk.0.attn_q.weight"), layer_number("lm_head.weight")
     (12, 0, -1)
